@@ -367,7 +367,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.watch.begin()
         with self.watch.section("scoring: advantages, metrics, buffer"):
             buffer = super()._generate_and_score_completions(round_index)
-        for index, entry in enumerate(buffer.entries):
+        for index, entry in enumerate(entries_of(buffer)):
             entry["prompts"] = self._generated_prompts[index // self.round_plan.num_trained_steps]
         return buffer
 

@@ -36,7 +36,7 @@ from PIL import Image
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, split_grid, theme_question
 from paco_trl.rewards import ConsistencyReward, ServedJudge
-from paco_trl.rewards.runner import RewardRunner
+from paco_trl.rewards.weighting import Rewards
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.rounds import RoundBuffer
 
@@ -160,7 +160,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
         }
         self.runners = {}
         for kind, reward in rewards.items():
-            self.runners[kind] = RewardRunner(reward).prepare(self.accelerator)
+            self.runners[kind] = Rewards(reward).prepare(self.accelerator)
             self.runners[kind].names = self.reward_func_names = ["consistency"]
             self.runners[kind].add = self._recorded(self.runners[kind].add)
         self._micro_batch_seconds = 0.0

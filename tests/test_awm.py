@@ -11,7 +11,16 @@ from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
 from paco_trl.trainer.losses import matching_log_prob, velocity_error
-from testing_utils import LORA, check_planted_reward, count_images, gradients, logs_with, recorded, velocity_with
+from testing_utils import (
+    LORA,
+    check_planted_reward,
+    count_images,
+    entries_of,
+    gradients,
+    logs_with,
+    recorded,
+    velocity_with,
+)
 
 
 def waves():
@@ -79,7 +88,7 @@ class TestLoss:
     def test_loss_and_gradient_equal_a_direct_computation(self, make_nft, settings):
         trainer = make_nft(loss_type="awm", max_steps=3, **settings)
         trainer.train()
-        entry = trainer.buffer.entries[2]  # of the round's second optimizer step
+        entry = entries_of(trainer.round)[2]  # of the round's second optimizer step
         step, advantages = entry["record"], entry["advantages"]
         assert advantages.min() < 0 < advantages.max()
         own = gradients(trainer, trainer.compute_loss(trainer.model, entry))
@@ -126,7 +135,7 @@ class TestLoss:
 class TestOldPolicy:
     def test_restrains_and_does_not_generate(self, make_nft):
         trainer, record = recorded(make_nft, loss_type="awm", max_steps=4, old_policy_decay_rate=0.25)
-        first, second = record.buffers[0][0]["record"], record.buffers[1][0]["record"]
+        first, second = record.rounds[0][0]["record"], record.rounds[1][0]["record"]
         assert torch.equal(first.old_policy_velocity, first.old_velocity)  # both are the model's at the beginning
         assert torch.equal(velocity_with(trainer, second, record.weights[2]), second.old_velocity)
         assert torch.equal(

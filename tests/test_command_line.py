@@ -25,7 +25,7 @@ from paco_trl.commands.parser import CommandParser, option, refuse_unused
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
-from paco_trl.rewards.runner import RewardError, RewardRunner
+from paco_trl.rewards.weighting import RewardError, Rewards
 from paco_trl.utils.text import number_text
 
 
@@ -263,7 +263,7 @@ class TestErrors:
             def reward(prompts, completions, **kwargs):
                 raise error
 
-            return lambda: RewardRunner([reward]).call(0, prompts=["A fox."], completions=[None])
+            return lambda: Rewards([reward]).call(0, prompts=["A fox."], completions=[None])
 
         def fail(error: Exception):
             raise error

@@ -89,8 +89,8 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
     rewards = [redness_reward, panel_similarity_reward]
     trainer = make_trainer(reward_funcs=rewards, reward_weights=[0.3, 2.0], max_steps=1, **settings)
     seen = {}
-    finish, normalize = trainer.rewards.finish, paco_grpo_trainer.group_advantages
-    monkeypatch.setattr(trainer.rewards, "finish", lambda *args: seen.setdefault("scores", finish(*args)))
+    roll_out, normalize = trainer._roll_out, paco_grpo_trainer.group_advantages
+    trainer._roll_out = lambda *args: seen.setdefault("scores", roll_out(*args))
 
     def keep_advantages(*args):
         found = normalize(*args)

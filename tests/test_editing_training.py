@@ -19,7 +19,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward
 from paco_trl.data.questions import reference_question
 from paco_trl.rewards import EditReward, ReferenceReward, redness_reward
 from test_judged_rewards import FormulaJudge
-from testing_utils import LORA, SMALL_RUN, are_equal, logs_with, noise, weights_of
+from testing_utils import LORA, SMALL_RUN, are_equal, fetch, logs_with, noise, weights_of
 
 
 COLOURS = ["#fa1e96", "#1efa96", "#961efa", "#fa961e", "#1e96fa", "#96fa1e", "#2d2dff"]
@@ -200,13 +200,13 @@ class TestReferences:
         judge = FormulaJudge()
         settings = {"num_prompts_per_generation": 5, "optimizer_steps_per_generation": 1}
         trainer = make(klein, rows, tmp_path, ReferenceReward(judge), **settings)
-        events, sources_of, generate = watch(trainer), {}, trainer.policy.generate
+        events, sources_of, generate = watch(trainer), {}, trainer.policy.pipeline_policy.generate
 
         def watched(arguments, height, width, steps, scale, noise_keys, sources, **kwargs):
             sources_of[noise_keys[0][3]] = [source.image.size for source in sources]
             return generate(arguments, height, width, steps, scale, noise_keys, sources=sources, **kwargs)
 
-        trainer.policy.generate = watched
+        trainer.policy.pipeline_policy.generate = watched
         trainer.train()
         assert events.count("image") == 3  # each reference once, not for each image
         assert sources_of == {**dict.fromkeys((0, 1), [(96, 64)]), **dict.fromkeys((2, 3, 4), [(64, 80), (64, 64)])}
@@ -258,7 +258,7 @@ class TestEncoding:
         assert set(events[events.index("step") :]) == {"step"}
         assert trainer.train_rows.training_sizes == [(48, 80), (80, 48), (48, 80), (48, 80)]
         # The text encoder has seen the row's own source
-        encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1], 1 / 16).encoded
+        encoded = fetch(trainer.policy.encoder, trainer.train_rows, [0, 1], 1 / 16).embeddings
         for number in (0, 1):
             for source in (0, 1):
                 with torch.no_grad():
@@ -274,11 +274,11 @@ class TestEncoding:
         for tiling in (False, True):
             folder = request.getfixturevalue(build)
             trainer = make(folder, edit, tmp_path / str(tiling), vae_tiling=tiling, guidance_scale=1.0)
-            vae, rows, encoder = trainer.pipeline.vae, trainer.train_rows, trainer.prompt_encoder
+            vae, rows, encoder = trainer.pipeline.vae, trainer.train_rows, trainer.policy.encoder
             vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 32 // trainer.pipeline.vae_scale_factor
             encoder.encode(rows, [0])
-            latents += encoder.fetch(rows, [0]).encoded[0].image_latents
-            pixels = trainer.family.image_pixels(trainer.pipeline, encoder.fetch(rows, [0]).source_images(0)[0])
+            latents += fetch(encoder, rows, [0]).embeddings[0].image_latents
+            pixels = trainer.family.image_pixels(trainer.pipeline, fetch(encoder, rows, [0]).source_images(0)[0])
             with torch.no_grad():  # the twin: with tiles they would differ
                 plain = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
             assert torch.equal(plain, latents[0]) is not tiling and vae.use_tiling is tiling

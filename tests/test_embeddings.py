@@ -13,9 +13,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
-from paco_trl.rollout import sampler
+from paco_trl.rollout import policy
+from paco_trl.rollout.encoder import on_device
 from paco_trl.rollout.families.flux import FluxFamily
-from paco_trl.rollout.sampler import on_device
+from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.trainer import evaluator, paco_grpo_trainer
 from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
@@ -82,13 +83,13 @@ class TestAhead:
 
     def test_memory_and_encodes_are_those_of_some_rounds(self, make_trainer, many):
         trainer = make_trainer(**self.ONE, train_dataset=many, max_steps=ROUNDS_AHEAD + 2)
-        encoded, generate, found = count_images(trainer.pipeline.text_encoder_2), trainer._generate_round, []
+        encoded, generate, found = count_images(trainer.pipeline.text_encoder_2), trainer._generating, []
 
         def watched(*args, **kwargs):
-            found.append((len(encoded), len(trainer.prompt_encoder._encoded)))
+            found.append((len(encoded), len(trainer.policy.encoder._encoded)))
             return generate(*args, **kwargs)
 
-        trainer._generate_round = watched
+        trainer._generating = watched
         trainer.train()
         # The last two rounds are encoded when the first of them comes; each prompt once
         ahead, rest = (ROUNDS_AHEAD, ROUNDS_AHEAD), (ROUNDS_AHEAD + 2, 2)
@@ -114,12 +115,12 @@ class TestAhead:
         settings = {"num_generations_eval": 2, "num_inference_steps_eval": 2, "eval_baseline": False}
         results = []
         for count in (3, 10):
-            for module in (sampler, evaluator):
+            for module in (policy, evaluator):
                 monkeypatch.setattr(module, "ROWS_AHEAD", count)
             trainer = make_trainer(**self.ONE, **settings, eval_dataset=many.select(range(9)))
             encoded = count_images(trainer.pipeline.text_encoder_2)
             results.append(trainer.evaluate())
-            assert len(encoded) == 9 and len(trainer.prompt_encoder._encoded) == (2 if count == 3 else 9)
+            assert len(encoded) == 9 and len(trainer.policy.encoder._encoded) == (2 if count == 3 else 9)
         assert results[0] == pytest.approx(results[1], abs=0, nan_ok=True) and results[0]["eval_reward"] > 0
 
 
@@ -144,7 +145,7 @@ class TestDirectory:
     ):
         settings = {**SHORT, "embeddings_dir": str(tmp_path / "embeddings")}
         trainer = make_trainer(**settings)
-        trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
+        trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
         first = {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")}
         assert len(first) == 2
         model = str(tiny_flux)
@@ -169,7 +170,7 @@ class TestDirectory:
             pipeline.save_pretrained(model)
         trainer = make_trainer(**settings, model=model)
         encoded = count_images(trainer.pipeline.text_encoder_2)
-        trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
+        trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
         assert len(encoded) == 2
         if what == "damage":
             assert {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")} == first
@@ -208,14 +209,15 @@ class TestDirectory:
 def test_what_was_fetched_is_freed_with_its_last_reference(make_trainer, is_held):
     """Its embeddings are on the accelerator: they must not wait for the garbage collector."""
     trainer = make_trainer()
-    drawing, rows = trainer.sampler, trainer.train_rows
-    drawing.prompt_encoder.encode(rows, [0])
+    policy, rows = trainer.policy, trainer.train_rows
+    policy.encoder.encode(rows, [0])
+    round = Round(rows, [0], 1, (0, 3, 0), rows.training_sizes)
     gc.disable()
     try:
-        fetched = drawing.prompt_encoder.fetch(rows, [0])
-        with drawing.ready(), torch.no_grad():
-            images, _ = drawing.generate(fetched, [0], [(0, 3, 0, 0, 0)], rows.training_sizes[0], 2)
-        assert len(images) == 1 and fetched.read(0)["rows"] == 2 and fetched.source_images(0) == []
+        fetched = policy.encoder.fetch(round, [0])
+        with policy.on_device(), torch.no_grad():
+            policy.generate(Batch(round.samples), fetched, 2)
+        assert round.samples[0].image is not None and fetched.source_images(0) == []
         if is_held:
             fetched.cycle = fetched
         reference = weakref.ref(fetched)

@@ -146,11 +146,11 @@ class TestDrawing:
             dataset = prompts.select(range(6)).map(size, with_indices=True)
             trainer = make(eval_dataset=dataset, per_device_eval_batch_size=batch_size, peft_config=NOT_NEW)
 
-            def generate(*args, generate=trainer.policy.generate, **kwargs):
+            def generate(*args, generate=trainer.policy.pipeline_policy.generate, **kwargs):
                 batches.append(len(args[5]))
                 return generate(*args, **kwargs)
 
-            monkeypatch.setattr(trainer.policy, "generate", generate)
+            monkeypatch.setattr(trainer.policy.pipeline_policy, "generate", generate)
             trainer.evaluate()
             by_prompt = dict(zip(watch.prompts[-6:], watch.take()[-6:], strict=True))
             drawn.append([by_prompt[prompt] for prompt in dataset["prompt"]])
@@ -425,9 +425,9 @@ class TestTwoProcesses:
                 tolerance = 1e-4 if entry["step"] == 0 else 1e-2
                 for name in entry.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
                     assert entry[name] == pytest.approx(expected[name], abs=tolerance), name
-            # 5 images in batches of 2, 2 and 1 over two processes: the first batch is drawn twice and counts once. The
+            # 5 images in batches of 2, 2 and 1 over two processes: the first batch is generated twice and scored once. The
             # first evaluation is the baseline at once.
-            assert process["drawn"] == [3 + rank] * 4
+            assert process["drawn"] == [3 - rank] * 4
         assert reference["drawn"] == [5] * 4
         lines = [jsonl(path / "contact_sheets" / "eval_step_000006.jsonl") for path in (alone, folder)]
         assert [entry["prompt"] for entry in lines[0]] == [entry["prompt"] for entry in lines[1]]

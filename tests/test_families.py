@@ -37,12 +37,12 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
+from paco_trl.rollout.encoder import PromptEncoder
 from paco_trl.rollout.families import flux2, longcat_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
 from paco_trl.rollout.prompt_rows import PromptRows
-from paco_trl.rollout.sampler import PromptEncoder
 from paco_trl.utils.images import to_rgb
-from testing_utils import LORA
+from testing_utils import LORA, fetch
 
 
 PROMPT, OTHER_PROMPT, NEGATIVE = "a cat in the morning", "a red house in the rain, many panels", "blue, at night"
@@ -305,7 +305,7 @@ def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     """Prompt and images of a case as the trainer passes them for a batch of two."""
     encoder = new_encoder(policy, case, rows := rows_of([PROMPT], [case.images]))
     encoder.encode(rows, [0], case.scale)
-    encoded = encoder.fetch(rows, [0], case.scale).encoded[0]
+    encoded = fetch(encoder, rows, [0], case.scale).embeddings[0]
     arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.place("cpu").items()}
     prepared = [policy.family.prepare_image(policy.pipeline, image, case.scale) for image in case.images]
     return arguments, [EncodedImage(*each) for each in zip(prepared, encoded.image_latents, strict=True)]
@@ -701,7 +701,7 @@ class TestCounts:
                 encoder.encode(rows, numbers, 0.125 if case.images else 1.0)
             assert counts["text_encoder"] == expected + (negative if case.is_guided else 0)
             assert counts["vae"] == 2 * len(case.images)
-            encoded = encoder.fetch(rows, [0, 2], 0.125 if case.images else 1.0).encoded
+            encoded = fetch(encoder, rows, [0, 2], 0.125 if case.images else 1.0).embeddings
             assert counts["vae"] == 2 * len(case.images)
         assert all(encoded[0].prompt[name] is encoded[2].prompt[name] for name in encoded[0].prompt)
 

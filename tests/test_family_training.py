@@ -25,7 +25,7 @@ from launching import CONFIGS
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FAMILIES, QwenImageFamily
-from testing_utils import SMALL_RUN, anti_redness_reward
+from testing_utils import SMALL_RUN, anti_redness_reward, fetch
 
 
 @dataclass
@@ -135,8 +135,8 @@ def generate_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
             else:
                 pipeline.transformer.load_lora_adapter(adapter, weight_name="pytorch_lora_weights.safetensors")
         rows, family, args = trainer.train_rows, trainer.family, trainer.args
-        fetched = trainer.prompt_encoder.fetch(rows, [0], args.resolution_scale)
-        encoded, images = fetched.encoded[0], fetched.source_images(0)
+        fetched = fetch(trainer.policy.encoder, rows, [0], args.resolution_scale)
+        encoded, images = fetched.embeddings[0], fetched.source_images(0)
         with family.generation_context(pipeline, images):
             image = pipeline(
                 **family.batch_arguments(encoded.place("cpu")),

@@ -26,7 +26,8 @@ from paco_trl.rewards import (
     panel_similarity_reward,
 )
 from paco_trl.rewards.judge_rewards import chosen_pairs
-from paco_trl.rewards.runner import RewardError, RewardRunner
+from paco_trl.rewards.limits import check_failures
+from paco_trl.rewards.weighting import RewardError, Rewards
 from testing_utils import plain
 
 
@@ -175,7 +176,7 @@ def test_a_served_judge_makes_a_reward_asynchronous(server, judge, served_judge)
         (ConsistencyReward(served_judge), True),
         (ConsistencyReward(judge), False),
     ):
-        rewards = RewardRunner(reward)
+        rewards = Rewards(reward)
         assert rewards.is_async == [is_async] and rewards.names == ["consistency"]
     by_url.judge.close()
 
@@ -323,7 +324,8 @@ class TestUndecided:
             max_reward_failures=0.0, max_excluded_images=0.5, max_excluded_groups=0.5, num_generations=2
         )
         with pytest.raises(RewardError, match="Yes and No have .* half is required; the likeliest is '(fox|as)'"):
-            RewardRunner(rewards).check_round(torch.full((2, 1), torch.nan), torch.zeros(2, dtype=torch.bool), args, 0)
+            missing, is_valid = torch.full((2, 1), torch.nan), torch.zeros(2, dtype=torch.bool)
+            check_failures(Rewards(rewards), missing, is_valid, args, "round 0")
         # Twins: one that answers first, and the score itself
         answering = reward(PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32"))
         assert None not in answering(PROMPTS[:2], [plain(3)] * 2, **columns) and answering.problem is None
@@ -336,6 +338,6 @@ class TestUndecided:
 
     def test_so_does_a_single_panel(self):
         assert panel_similarity_reward([""], [plain(1)], [[plain(1)]]) == [None]
-        runner = RewardRunner(panel_similarity_reward)
+        runner = Rewards(panel_similarity_reward)
         with pytest.raises(RewardError, match="panel_similarity_reward 2; panel_similarity_reward: a single panel"):
             runner.check_scored(torch.full((2, 1), torch.nan), 0.5)

@@ -17,7 +17,7 @@ from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, 
 from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
 from test_rollout import GUIDANCE, generate
 from test_rollout_batch import CASES
-from testing_utils import LORA
+from testing_utils import LORA, entries_of
 
 
 NATIVE = AttentionBackendName.NATIVE
@@ -49,7 +49,7 @@ def latents_of(trainer) -> torch.Tensor:
     trainer.train()
     (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert log["ratio_deviation_on_policy/step_1"] == 0 and log["grad_norm"] > 0
-    return torch.cat([entry["record"].prev_sample.flatten() for entry in trainer.buffer.entries])
+    return torch.cat([entry["record"].prev_sample.flatten() for entry in entries_of(trainer.round)])
 
 
 @pytest.mark.parametrize("name", CASES)

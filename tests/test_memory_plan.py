@@ -34,6 +34,7 @@ from paco_trl.planning.memory import (
     weights_bytes,
 )
 from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
+from testing_utils import entries_of
 
 
 def allocated(function: Callable[[], object]) -> int:
@@ -70,7 +71,7 @@ def device_of(plan: MemoryPlan, name: str = "train") -> dict[str, int]:
 
 def recorded_by(trainer, count: int):
     """A generator as training has it, and what it records of a micro-batch."""
-    generator = SampleGenerator(trainer.sampler, trainer.train_rows, trainer.args, is_new_adapter=True)
+    generator = SampleGenerator(trainer.policy, trainer.train_rows, trainer.args, is_new_adapter=True)
     generator.prepare()
     return generator, generator.generate(count, generator.sde_settings(0.7)).records
 
@@ -177,7 +178,7 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
 def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     trainer = make_nft(loss_type=loss_type, num_noise_levels=3, max_steps=1)
     trainer.train()
-    leaves = tree_leaves([vars(entry["record"]) for entry in trainer.buffer.entries])
+    leaves = tree_leaves([vars(entry["record"]) for entry in entries_of(trainer.round)])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
     assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)

@@ -20,7 +20,7 @@ from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import keyed_generator
 from paco_trl.utils.stage_folder import StageFolder
-from testing_utils import LORA, SMALL_RUN, are_equal, logs_with, weights_of
+from testing_utils import LORA, SMALL_RUN, are_equal, fetch, logs_with, weights_of
 
 
 PROMPTS, NEGATIVES = ["A red fox.", "A glass of water."], ["blurry, dark", None]
@@ -158,7 +158,7 @@ def test_training_on_edits(folder_of, source, tmp_path):
     trainer = make(folder_of("qwen_image_edit"), rows(NEGATIVES, image=[source] * 2), tmp_path, **settings)
     trainer.train()
     assert logs_with(trainer, "ratio_deviation_on_policy/step_1")[0] == 0.0
-    encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1], 1 / 16).encoded
+    encoded = fetch(trainer.policy.encoder, trainer.train_rows, [0, 1], 1 / 16).embeddings
     for row, negative in enumerate(["blurry, dark", " "]):
         with torch.no_grad():
             expected = trainer.family.encode_prompt(trainer.pipeline, negative, "cpu", [source], 1 / 16)
@@ -194,7 +194,7 @@ def test_sets_of_separate_images_have_that_of_their_row(pipeline, tmp_path):
     panels = [["It sits.", "It runs."], ["It eats.", "It sleeps."]]
     sets = rows(NEGATIVES, layout=["separate"] * 2, theme=["A cat.", "A dog."], panels=panels)
     trainer = make(copy.deepcopy(pipeline), sets, tmp_path, num_prompts_per_generation=4)
-    trainer.prompt_encoder.encode(trainer.train_rows, [0, 1])
-    encoded = trainer.prompt_encoder.fetch(trainer.train_rows, [0, 1]).encoded
+    trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
+    encoded = fetch(trainer.policy.encoder, trainer.train_rows, [0, 1]).embeddings
     assert encoded[0].negative_prompt is encoded[1].negative_prompt
     assert encoded[2].negative_prompt is encoded[3].negative_prompt is not encoded[0].negative_prompt

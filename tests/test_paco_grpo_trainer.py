@@ -29,11 +29,11 @@ from paco_trl.trainer.losses import (
     guarded_surrogate,
     predicted_deviation,
 )
-from paco_trl.trainer.rounds import RoundBuffer
 from testing_utils import (
     are_equal,
     check_planted_reward,
     count_images,
+    entries_of,
     gradients,
     jsonl,
     logs_with,
@@ -97,7 +97,6 @@ class TestLoss:
         trainer.state.max_steps = 2
         inputs = trainer._prepare_inputs(None)
         trainer.state.global_step = 1
-        trainer.buffer = RoundBuffer(0, 0, inputs["sde"])
         trainer._initial_global_step = 0  # as `train()` sets it
         model, generator = trainer.model, torch.Generator().manual_seed(11)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -213,7 +212,7 @@ class TestPolicyLoss:
         loss, _ = trainer.policy_loss(step, torch.tensor([-1.0, 1.0, 1.0]))
         torch.testing.assert_close(loss, torch.tensor([0.9, -1.2, -1.3]))
         trainer.train()
-        assert max(entry["advantages"].abs().max().item() for entry in trainer.buffer.entries) == 0.5
+        assert max(entry["advantages"].abs().max().item() for entry in entries_of(trainer.round)) == 0.5
 
 
 class TestFamily:
@@ -331,13 +330,13 @@ class TestRatio:
     def test_a_rollout_without_the_adapter_stops_the_run_after_its_first_round(self, make_small, monkeypatch):
         """In the first round a new adapter is zero, so that leaving it out changes nothing."""
         trainer = make_small(max_steps=4)
-        generate = trainer.policy.generate
+        generate = trainer.policy.pipeline_policy.generate
 
         def without_adapter(*args, **kwargs):
             with trainer.model.disable_adapter():
                 return generate(*args, **kwargs)
 
-        monkeypatch.setattr(trainer.policy, "generate", without_adapter)
+        monkeypatch.setattr(trainer.policy.pipeline_policy, "generate", without_adapter)
         with pytest.raises(RuntimeError, match="ratio"):
             trainer.train()
         assert trainer.state.global_step == 2  # the steps of a round
@@ -485,10 +484,35 @@ class TestSteps:
 
     def test_each_round_has_its_noise(self, make_small):
         trainer, keys = make_small(max_steps=4), []
-        generate = trainer.policy.generate
-        trainer.policy.generate = lambda *args, **kwargs: (keys.extend(args[5]), generate(*args, **kwargs))[1]
+        generate = trainer.policy.pipeline_policy.generate
+        trainer.policy.pipeline_policy.generate = lambda *args, **kwargs: (
+            keys.extend(args[5]),
+            generate(*args, **kwargs),
+        )[1]
         trainer.train()
         assert len(set(keys)) == len(keys) == 16 and {key[:3] for key in keys} == {(42, 3, 0), (42, 3, 1)}
+
+
+class TestCallbacks:
+    def test_a_callback_sees_each_round(self, make_small):
+        """Images, rewards and advantages, before the first step on them; what it adds to the metrics is logged."""
+
+        class Watch(TrainerCallback):
+            seen = []
+
+            def on_round_end(self, args, state, control, round, scores, advantages, **kwargs):
+                images = [completion.image for completion in round.completions]
+                assert redness_reward(None, images) == pytest.approx(scores.rewards[:, 0].tolist())
+                assert [sample.advantage for c in round.completions for sample in c.samples] == advantages.tolist()
+                self.seen.append((round.index, state.global_step, [c.row for c in round.completions]))
+                round.metrics["watched"] = float(len(images))
+
+        trainer = make_small(max_steps=4, callbacks=[Watch()])
+        trainer.train()
+        rows = [[row for row in trainer.schedule.rows(index) for _ in range(4)] for index in (0, 1)]
+        assert Watch.seen == [(0, 0, rows[0]), (1, 2, rows[1])]
+        assert logs_with(trainer, "watched") == [8.0] * 4
+        assert trainer.round.completions[0].image is None  # nothing keeps the images of a round
 
 
 class TestRewards:
@@ -511,7 +535,7 @@ class TestRewards:
             log = trainer.state.log_history[0]
             assert log["rewards/spread/h"] > 0.2 and log["rewards/spread/tamed"] == 0.0
             assert log["rewards/spread/share"] == 1.0
-            values[aggregation] = log["reward"], [entry["advantages"].tolist() for entry in trainer.buffer.entries]
+            values[aggregation] = log["reward"], [entry["advantages"].tolist() for entry in entries_of(trainer.round)]
         assert values["log_tamed"] == values["sum_then_normalize"]
 
     def test_a_reward_with_negative_values_is_left_as_it_is(self, make_small, caplog):
@@ -531,7 +555,7 @@ class TestRewards:
         # Whole groups are micro-batches here, in the order in which images were scored
         scores = torch.tensor([[-0.5, 0.0], [20.0, 1.0], [21.0, 2.0], [22.0, 3.0]])
         total = scores[:, 0] + torch.log1p(scores[:, 1])
-        found = [entry["advantages"] for entry in trainer.buffer.entries]
+        found = [entry["advantages"] for entry in entries_of(trainer.round)]
         expected = (total - total.mean()) / (total.std() + 1e-4)
         assert any(torch.allclose(values, expected, atol=1e-4) for values in found)
 
@@ -785,7 +809,7 @@ def test_a_round_with_objects_that_are_no_data(make_small, tmp_path, caplog):
 
     class Planted(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
-            first.buffer.entries[0]["record"].calls[0]["joint_attention_kwargs"] = {"mask": redness_reward}
+            entries_of(first.round)[0]["record"].calls[0]["joint_attention_kwargs"] = {"mask": redness_reward}
 
     first = make_small(max_steps=1, save_strategy="steps", save_steps=1, callbacks=[Planted()])
     first.train()

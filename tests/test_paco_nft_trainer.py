@@ -46,7 +46,7 @@ class TestTraining:
     def test_all_times_of_the_schedule_but_the_last_at_the_default(self, make_nft):
         trainer, record = recorded(make_nft, num_noise_levels=None)
         assert trainer.args.num_trained_steps == 3
-        buffer = record.buffers[0]
+        buffer = record.rounds[0]
         assert len(buffer) == 2 * 3
         last = buffer[0]["record"].sigma
         for batch in range(2):
@@ -78,7 +78,7 @@ class TestLoss:
     @pytest.mark.parametrize("beta", [0.0, 0.3])
     def test_loss_and_gradient_equal_a_direct_computation(self, make_nft, beta):
         trainer, record = recorded(make_nft, nft_beta=0.4, beta=beta)
-        entry = record.buffers[0][0]
+        entry = record.rounds[0][0]
         step, advantages = entry["record"], entry["advantages"]
         assert advantages.abs().min() > 0 and advantages.min() < 0 < advantages.max()
         own_loss = trainer.compute_loss(trainer.model, entry)
@@ -110,15 +110,13 @@ class TestLoss:
     def test_what_is_trained_follows_from_keys_alone(self, make_nft):
         """Latents, noise and times of one image, by hand from the key of the image."""
         trainer, record = recorded(make_nft)
-        rows = trainer.schedule.rows(0)
-        assignment = trainer.round_plan.assign([(32, 32)] * 2, (trainer.args.seed, 1, 0))[0]
-        for position, batch in enumerate(assignment):
-            steps = [entry["record"] for entry in record.buffers[0][2 * position : 2 * position + 2]]
-            for place, image in enumerate(batch.tolist()):
-                generator = keyed_generator(trainer.args.seed, 3, 0, int(rows[image // 4]), image % 4, 1)
+        for position, batch in enumerate(trainer.round.micro_batches):
+            steps = [entry["record"] for entry in record.rounds[0][2 * position : 2 * position + 2]]
+            for place, sample in enumerate(batch.samples):
+                generator = keyed_generator(trainer.args.seed, 3, 0, sample.row, sample.generation, 1)
                 order = torch.randperm(3, generator=generator)[:2].tolist()
                 for level, step in enumerate(steps):
-                    schedule = sorted({t for entry in record.buffers[0] for t in entry["record"].times.tolist()})[::-1]
+                    schedule = sorted({t for entry in record.rounds[0] for t in entry["record"].times.tolist()})[::-1]
                     assert step.times[place].item() == schedule[order[level]]
                     noise = torch.randn(step.target.shape[1:], generator=generator)
                     torch.testing.assert_close(step.target[place], noise - step.prev_sample[place])
@@ -132,7 +130,7 @@ class TestLoss:
 
         trainer, record = recorded(make_nft, reward_funcs=keep)
         pipeline = trainer.pipeline
-        latents = torch.cat([entry["record"].prev_sample for entry in record.buffers[0][::2]])
+        latents = torch.cat([entry["record"].prev_sample for entry in record.rounds[0][::2]])
         assert latents.dtype == torch.float32
         unpacked = pipeline._unpack_latents(latents, 32, 32, pipeline.vae_scale_factor)
         unpacked = unpacked / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor
@@ -169,7 +167,7 @@ class TestOldPolicy:
 
     def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):
         trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
-        step = record.buffers[1][0]["record"]
+        step = record.rounds[1][0]["record"]
 
         assert torch.equal(velocity_with(trainer, step, record.averages["old_policy"][2]), step.old_velocity)
         for others in (record.weights[2], record.weights[3], record.averages["old_policy"][0]):

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl.rewards import redness_reward
-from paco_trl.rewards.runner import RewardError
-from testing_utils import are_equal, weights_of
+from paco_trl.rewards.weighting import RewardError
+from testing_utils import are_equal, entries_of, sheets_of, weights_of
 
 
 def dull_reward(prompts, completions, num_generations, log_extra, log_metric, **kwargs):
@@ -42,11 +42,9 @@ def rounds_of(trainer):
 
 
 def sheet_of(trainer):
-    """The rows and the scored images of a round, which becomes the trainer's buffer."""
-    sheets = []
-    trainer.args.log_completions = True
-    trainer._save_sheet = lambda name, title, rows, numbers, shown: sheets.append((list(numbers), shown))
-    trainer.buffer = rounds_of(trainer)
+    """The rows and the scored images of a round, which becomes the trainer's."""
+    sheets = sheets_of(trainer)
+    trainer.round = rounds_of(trainer)
     return sheets[0]
 
 
@@ -56,7 +54,7 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     dull = [place for place, row in enumerate(first) if is_dull(prompts[row])]
     assert 0 < len(dull) < 4
     final, shown = sheet_of(trainer)
-    buffer = trainer.buffer
+    buffer = trainer.round
     assert buffer.metrics["prompts_resampled"] >= len(dull) and buffer.metrics["frac_groups_uninformative"] == 0
     assert all((final[place] != first[place]) == (place in dull) for place in range(4))
     assert len(set(final)) == 4 and not any(is_dull(prompts[row]) for row in final)
@@ -67,7 +65,7 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     other = rounds_of(twin)
     assert other.metrics["reward"] == buffer.metrics["reward"]
     assert other.metrics["dullness"] == buffer.metrics["dullness"] == 0
-    for entry, expected in zip(buffer.entries, other.entries, strict=True):
+    for entry, expected in zip(entries_of(buffer), entries_of(other), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
         assert torch.equal(entry["record"].sample, expected["record"].sample)
         assert torch.equal(entry["record"].log_prob, expected["record"].log_prob)
@@ -85,7 +83,7 @@ def test_it_ends_after_its_times_and_without_other_prompts(make_trainer, times, 
     trainer = make_trainer(**SETTINGS | {"reward_funcs": constant_reward, "max_resample_times": times})
     buffer = rounds_of(trainer)  # 4 of 12 prompts
     assert buffer.metrics["prompts_resampled"] == resampled and buffer.metrics["frac_groups_uninformative"] == 1
-    assert not any(entry["weights"].any() for entry in buffer.entries)
+    assert not any(entry["weights"].any() for entry in entries_of(buffer))
 
 
 def test_others_have_the_size_of_those_that_they_replace(make_trainer, prompts):
@@ -107,8 +105,8 @@ def test_prompts_without_rewards_stay_and_stop_the_run(make_trainer):
 
 def test_only_other_prompts_are_encoded_in_a_round(make_trainer):
     trainer = make_trainer(**SETTINGS, num_prompts_per_generation=2, max_steps=4)
-    encode, encoded = trainer.prompt_encoder._encode_prompts, []
-    trainer.prompt_encoder._encode_prompts = lambda rows, new: encoded.append(len(new)) or encode(rows, new)
+    encode, encoded = trainer.policy.encoder._encode_prompts, []
+    trainer.policy.encoder._encode_prompts = lambda rows, new: encoded.append(len(new)) or encode(rows, new)
     trainer.train()
     resampled = [log["prompts_resampled"] for log in trainer.state.log_history if "loss" in log]
     assert resampled[0] == resampled[1] > 0 and len(encoded) > 1

@@ -18,7 +18,10 @@ from torch import nn
 from transformers import TrainerState
 
 from paco_trl.rewards import ClipTReward, DuplicateReward, PickScoreReward, redness_reward
-from paco_trl.rewards.runner import RewardError, RewardRunner, check_columns, check_required
+from paco_trl.rewards.checks import check_columns, check_required
+from paco_trl.rewards.scoring import RewardScorer
+from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rollout.rounds import Round
 
 
 PROMPTS = ["a", "b", "c"]
@@ -27,7 +30,7 @@ IMAGES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue", "black")]
 
 def call(function, **columns):
     """Calls a reward as the trainer does, sync or async."""
-    rewards = RewardRunner(function)
+    rewards = Rewards(function)
     result = rewards.call(0, prompts=PROMPTS, completions=IMAGES, **columns)
     return asyncio.run(result) if rewards.is_async[0] else result
 
@@ -116,7 +119,7 @@ class TestFunctions:
     @pytest.mark.parametrize("wrong", ["clip-reward", nn.Linear(2, 1), dict], ids=["an id", "a module", "a class"])
     def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):
-            RewardRunner([redness_reward, wrong])
+            Rewards([redness_reward, wrong])
 
     def test_a_reward_that_does_not_take_every_column(self):
         def narrow(prompts, completions, rows):
@@ -128,7 +131,7 @@ class TestFunctions:
 
         for wrong, name in ((narrow, "narrow"), (Narrow(), "Narrow"), (functools.partial(narrow, rows=1), "narrow")):
             with pytest.raises(ValueError, match=rf"The reward '{name}' .* `\*\*kwargs`"):
-                RewardRunner([redness_reward, wrong])
+                Rewards([redness_reward, wrong])
 
     def test_a_callable_object_has_the_name_it_gives_itself(self):
         class Judge:
@@ -140,12 +143,21 @@ class TestFunctions:
                 return [1.0, 2.0, math.nan]
 
         judge = Judge("judge_a")
-        rewards = RewardRunner([judge, Judge("judge_b"), Judge()])
+        rewards = Rewards([judge, Judge("judge_b"), Judge()])
         assert rewards.names == ["judge_a", "judge_b", "Judge"]
         with pytest.raises(ValueError, match="'Judge'.*`__name__`"):
-            RewardRunner([judge, Judge(), Judge()])
+            Rewards([judge, Judge(), Judge()])
         with pytest.raises(RewardError, match="'judge_a' returned nan for image 2"):
             rewards.call(0, prompts=PROMPTS, completions=IMAGES)
+
+
+class OneImageRows:
+    """Rows as a round reads them, of one image."""
+
+    is_anchored, args = False, SimpleNamespace(panel_generation="independent")
+
+    def __init__(self, rows: list[dict]):
+        self.row, self.lengths, self.calls_of = rows.__getitem__, [1] * len(rows), [[n] for n in range(len(rows))]
 
 
 class TestImagesOfARewardAreItsOwn:
@@ -188,10 +200,12 @@ class TestImagesOfARewardAreItsOwn:
             return asyncio.run(self.look(**columns))
 
         for others in ([spoil.__func__, self.look], [spoil.__func__, look_sync], [look_sync, spoil.__func__]):
-            runner = RewardRunner(others).prepare(Accelerator(cpu=True))
-            runner.start(2)
-            runner.add([0, 1, 2, 3], rows, images, TrainerState())
-            seen = runner.finish(TrainerState()).extra["seen"]
+            round = Round(OneImageRows(rows[:2]), [0, 1], 2, (0, 3, 0), [(8, 4)] * 4)
+            for completion, image in zip(round.completions, images, strict=True):
+                completion.image = image
+            with RewardScorer(Rewards(others), Accelerator(cpu=True)).scoring(round, TrainerState()) as scoring:
+                scoring.add(round.completions)
+            seen = scoring.scores.extra["seen"]
             assert [image.tobytes() for image in (*images, self.SOURCE, *self.REFERENCES)] == before
             expected = [[image, image, *before[4:], {"style": ["ink"]}] for image in before[:4]]
             assert seen == expected
@@ -201,7 +215,7 @@ class TestImagesOfARewardAreItsOwn:
 def test_missing_values_are_not_in_the_means():
     rewards = torch.tensor([[1.0, math.nan], [3.0, 4.0], [2.0, 8.0], [math.nan, math.nan]])
     other = returning([], False)
-    runner = RewardRunner([redness_reward, other], [1.0, 0.5], method="log_tamed", threshold=0.3)
+    runner = Rewards([redness_reward, other], [1.0, 0.5], method="log_tamed", threshold=0.3)
     _, details = runner.aggregate(rewards, 2)
     metrics = runner.metrics(rewards, runner.total(rewards, 2), details)
     means = [metrics[f"rewards/{name}/mean"] for name in ("redness_reward", "tasty")]
@@ -214,12 +228,12 @@ def test_missing_values_are_not_in_the_means():
 def test_the_sum_of_an_image_without_an_optional_reward():
     """Within groups it is compared without that; without them it has no sum, which an evaluation counts."""
     rewards = torch.tensor([[1.0, math.nan], [3.0, 4.0], [2.0, 8.0], [5.0, 2.0]])
-    runner = RewardRunner([redness_reward, returning([], False)], [1.0, 0.5], required=[True, False])
+    runner = Rewards([redness_reward, returning([], False)], [1.0, 0.5], required=[True, False])
     mean = 14 / 3  # of the optional one
     assert runner.total(rewards, 2).tolist() == pytest.approx([1 + mean / 2, 3 + mean / 2, 6.0, 6.0])
     assert runner.total(rewards).tolist() == pytest.approx([math.nan, 5.0, 6.0, 6.0], nan_ok=True)
     # Twin: a required one
-    runner = RewardRunner([redness_reward, returning([], False)], [1.0, 0.5])
+    runner = Rewards([redness_reward, returning([], False)], [1.0, 0.5])
     assert runner.total(rewards, 2).tolist() == pytest.approx([math.nan, 5.0, 6.0, 6.0], nan_ok=True)
 
 
@@ -289,7 +303,7 @@ def test_async_rewards_run_on_the_device_of_their_process(monkeypatch):
         return [1.0] * len(prompts)
 
     for name in ("cpu", "cuda:1"):
-        rewards = RewardRunner([reward]).prepare(SimpleNamespace(device=torch.device(name)))
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), rewards._loop).result(5)  # after what the loop has to do
+        scorer = RewardScorer(Rewards([reward]), SimpleNamespace(device=torch.device(name)))
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), scorer.loop).result(5)  # after what the loop has to do
     ((thread, device),) = selected
     assert device == torch.device("cuda:1") and thread is not threading.main_thread()

@@ -20,7 +20,7 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
-from paco_trl.rollout.policy import share_tensors
+from paco_trl.rollout.pipeline_policy import share_tensors
 from test_families import build_policy
 
 

@@ -9,8 +9,9 @@ import torch
 
 import test_families
 from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, replay
-from paco_trl.rollout.policy import split_record
+from paco_trl.rollout.pipeline_policy import split_record
 from test_families import NUM_STEPS, build_policy, encode
+from testing_utils import entries_of
 
 
 TOLERANCE = 1e-5  # a tenth of the default `epsilon`
@@ -145,10 +146,9 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         settings = {"optimizer_steps_per_generation": 1, "max_steps": 1, "learning_rate": 1e-3}
         trainer = make_trainer(per_device_train_batch_size=2, per_device_rollout_batch_size=batch, **settings)
         trainer.train()
-        places = torch.from_numpy(
-            trainer.round_plan.assign([(32, 32)] * 4, (trainer.args.seed, 1, 0)).reshape(-1)
-        ).argsort()
-        entries = trainer.buffer.entries
+        samples = [sample for batch in trainer.round.micro_batches for sample in batch.samples]
+        places = torch.tensor([sample.completion.number for sample in samples]).argsort()
+        entries = entries_of(trainer.round)
         columns = [[getattr(entry["record"], name) for entry in entries] for name in ("prev_sample", "log_prob")]
         columns.append([entry["advantages"] for entry in entries])
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])

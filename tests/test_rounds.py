@@ -4,14 +4,17 @@
 import re
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
-from paco_trl.rollout import SDESettings
-from paco_trl.trainer.rounds import RoundBuffer, RoundPlan, plan_round
-from testing_utils import are_equal, weights_of
+from paco_trl.rollout.prompt_rows import PromptRows
+from paco_trl.rollout.rounds import Batch
+from paco_trl.trainer.rounds import RoundPlan, RoundSchedule, TrainingRound, plan_round
+from testing_utils import are_equal, entries_of, weights_of
 
 
 SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
@@ -32,6 +35,14 @@ def images_of_steps(round_plan, assignment):
         set(assignment[:, step * batches : (step + 1) * batches].reshape(-1).tolist())
         for step in range(round_plan.num_optimizer_steps)
     ]
+
+
+def assign(round_plan, sizes, seed):
+    """The images of each process and batch, numbered by prompt."""
+    numbers = range(len(sizes) * round_plan.num_generations)
+    samples = [SimpleNamespace(number=n, size=sizes[n // round_plan.num_generations]) for n in numbers]
+    dealt = round_plan.deal(samples, seed)
+    return np.array([[[sample.number for sample in batch.samples] for batch in mine] for mine in dealt])
 
 
 class TestArithmetic:
@@ -137,22 +148,41 @@ def test_rows_that_no_round_uses_are_counted(make_small, prompts, capsys):
     )
 
 
-class TestFill:
-    def test_weights_make_a_mean_over_the_valid_images_of_all_processes(self):
+class TestWeigh:
+    @pytest.fixture
+    def round(self):
         """Two processes with two micro-batches of two images, in two optimizer steps, each image at two trained steps."""
-        round_plan = RoundPlan(2, 4, 2, 2, 2, 2)
-        assignment = np.array([[[4, 1], [0, 3]], [[7, 6], [2, 5]]])
+        args = SimpleNamespace(
+            round_plan=RoundPlan(2, 4, 2, 2, 2, 2), num_iterations=1, shuffle_dataset=False, seed=0, num_sde_steps=None,
+            sde_steps=[1, 2], noise_level=0.7, sde_type="flow_sde", tail_steps=None, panel_generation="independent",
+            set_layout=None, height=32, width=32,
+        )  # fmt: skip
+        rows = PromptRows(Dataset.from_dict({"prompt": ["a", "b"]}), args, "it")
+        rows.training_sizes = [(32, 32)] * 2
+
+        def make(process):
+            round = TrainingRound(RoundSchedule(args, [1, 1]), rows, 0, process)
+            numbers = [[[4, 1], [0, 3]], [[7, 6], [2, 5]]]
+            round.batches = [[Batch([round.samples[n] for n in batch]) for batch in mine] for mine in numbers]
+            round.mine = round.batches[process]
+            for batch, steps in zip(round.mine, (["first", "second"], ["third", "fourth"]), strict=True):
+                batch.steps = steps
+            return round, numbers[process]
+
+        return make
+
+    def test_weights_make_a_mean_over_the_valid_images_of_all_processes(self, round):
         is_valid, advantages = torch.ones(8, dtype=torch.bool), torch.arange(8.0)
         is_valid[[1, 2, 5]] = False
         expected = {0: [[1 / 6, 0], [1 / 4, 1 / 4]], 1: [[1 / 6, 1 / 6], [0, 0]]}
         for process, weights in expected.items():
-            buffer = RoundBuffer(0, 0, SDESettings((1, 2), 0.7))
-            records = [["first", "second"], ["third", "fourth"]]
-            buffer.fill(round_plan, assignment, process, records, advantages, is_valid, torch.device("cpu"))
-            assert [entry["record"] for entry in buffer.entries] == ["first", "second", "third", "fourth"]
-            for position, entry in enumerate(buffer.entries):
+            trained, numbers = round(process)
+            trained.weigh(advantages, is_valid, None)
+            assert [entry["record"] for entry in entries_of(trained)] == ["first", "second", "third", "fourth"]
+            for position, entry in enumerate(entries_of(trained)):
                 assert entry["weights"].tolist() == pytest.approx(weights[position // 2])
-                assert entry["advantages"].tolist() == assignment[process, position // 2].tolist()
+                assert entry["advantages"].tolist() == numbers[position // 2]
+                assert entry["num_trained"] == (3, 2)[position // 2]
 
 
 class TestAssign:
@@ -163,7 +193,7 @@ class TestAssign:
     @pytest.mark.parametrize("sizes", [[SQUARE] * 8, [SQUARE, WIDE] * 4, [SQUARE, WIDE, TALL, SQUARE] * 2])
     def test_every_image_exactly_once(self, num_processes, batch_size, sizes):
         a = layout(batch_size=batch_size, num_processes=num_processes)
-        assignment = a.assign(sizes, self.SEED)
+        assignment = assign(a, sizes, self.SEED)
         assert assignment.shape == (num_processes, a.micro_batches_per_process, batch_size)
         assert sorted(assignment.reshape(-1).tolist()) == list(range(a.num_images))
 
@@ -174,7 +204,7 @@ class TestAssign:
     ):
         a = layout(num_optimizer_steps=num_optimizer_steps)
         one, two, four = (
-            images_of_steps(b, b.assign(sizes, self.SEED))
+            images_of_steps(b, assign(b, sizes, self.SEED))
             for b in (replace(a, num_processes=number) for number in (1, 2, 4))
         )
         assert one == two == four
@@ -186,14 +216,14 @@ class TestAssign:
     def test_a_micro_batch_holds_one_size_and_one_set_of_neighbours(self, num_processes):
         sizes = [SQUARE, WIDE, TALL, SQUARE, WIDE, SQUARE, TALL, WIDE]
         a = layout(num_processes=num_processes, batch_size=4)
-        for micro_batch in a.assign(sizes, self.SEED).reshape(-1, 4).tolist():
+        for micro_batch in assign(a, sizes, self.SEED).reshape(-1, 4).tolist():
             assert len({sizes[image // 4] for image in micro_batch}) == 1
             assert len({image // 4 for image in micro_batch}) == 1  # batch 4 = 4 generations of one prompt
 
     def test_within_an_optimizer_step_sizes_are_sorted(self):
         sizes = [SQUARE, WIDE, TALL, SQUARE, WIDE, SQUARE, TALL, WIDE]
         a = layout(num_processes=2)
-        assignment = a.assign(sizes, self.SEED)
+        assignment = assign(a, sizes, self.SEED)
         batches = a.micro_batches_per_process // a.num_optimizer_steps
         for step in range(a.num_optimizer_steps):
             # In the order in which micro-batches are dealt: process 0, process 1, process 0 ...
@@ -203,15 +233,15 @@ class TestAssign:
 
     def test_the_order_depends_on_the_key_and_on_nothing_else(self):
         a, sizes = layout(), [SQUARE] * 8
-        first = a.assign(sizes, self.SEED)
+        first = assign(a, sizes, self.SEED)
         state = np.random.get_state()[1].copy()
         np.random.seed(0)
-        assert np.array_equal(a.assign(sizes, self.SEED), first)
+        assert np.array_equal(assign(a, sizes, self.SEED), first)
         assert not np.array_equal(np.random.get_state()[1], state)
         for place in range(3):
             other = list(self.SEED)
             other[place] += 1
-            assert not np.array_equal(a.assign(sizes, tuple(other)), first)
+            assert not np.array_equal(assign(a, sizes, tuple(other)), first)
 
     def test_batches_of_generation_are_neighbors_on_any_number_of_processes(self):
         sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(num_merged_batches=2)
@@ -219,26 +249,26 @@ class TestAssign:
         found = []
         for number in (1, 2, 4):
             a = replace(merged, num_processes=number)
-            assignment = a.assign(sizes, self.SEED)
+            assignment = assign(a, sizes, self.SEED)
             assert assignment.shape == (number, 8 // number, 4)
             assert sorted(assignment.reshape(-1).tolist()) == list(range(32))
             assert all(len({image // 4 for image in batch}) == 1 for batch in assignment.reshape(-1, 4).tolist())
             found.append(images_of_steps(a, assignment))
         assert found[0] == found[1] == found[2]
-        batches = plain.assign(sizes, self.SEED).reshape(-1, 4).tolist()  # where a group comes apart
+        batches = assign(plain, sizes, self.SEED).reshape(-1, 4).tolist()  # where a group comes apart
         assert any(len({image // 4 for image in batch}) > 1 for batch in batches)
 
     def test_mixed_sizes_are_an_error_with_what_to_do(self):
         sizes = [SQUARE] * 7 + [WIDE]
         a = layout(batch_size=8, num_optimizer_steps=1)
-        assert a.assign([SQUARE] * 8, self.SEED).shape == (1, 4, 8)
+        assert assign(a, [SQUARE] * 8, self.SEED).shape == (1, 4, 8)
         # Two prompts share a batch: those of one size are put together
-        assert a.assign([SQUARE, WIDE] * 4, self.SEED).shape == (1, 4, 8)
+        assert assign(a, [SQUARE, WIDE] * 4, self.SEED).shape == (1, 4, 8)
         with pytest.raises(ValueError) as error:
-            a.assign(sizes, self.SEED)
+            assign(a, sizes, self.SEED)
         message = str(error.value)
         assert "A batch of 8" in message and "[(256, 1280), (512, 512)]" in message
         assert "`per_device_train_batch_size` must divide `num_generations` (4)" in message
         # What it says works
         for batch_size in (1, 2, 4):
-            layout(batch_size=batch_size, num_optimizer_steps=1).assign(sizes, self.SEED)
+            assign(layout(batch_size=batch_size, num_optimizer_steps=1), sizes, self.SEED)

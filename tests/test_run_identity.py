@@ -34,7 +34,7 @@ from paco_trl import (
     PaCoRewardTrainer,
 )
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
-from paco_trl.rewards.runner import RewardRunner
+from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
@@ -478,10 +478,10 @@ class TestBaseline:
         trainer = make_trainer(reward_funcs=ConsistencyReward(judges[0]), eval_dataset=prompts.select(range(2)))
         evaluator, rows = trainer.evaluator, trainer.evaluator.rows_of(trainer.eval_dataset)
         keys = [evaluator.baseline_key(rows)]
-        evaluator.rewards = RewardRunner(ConsistencyReward(judges[0]))
+        evaluator.rewards = Rewards(ConsistencyReward(judges[0]))
         assert evaluator.baseline_key(rows) == keys[0]
         for judge, options in ((judges[1], {}), (judges[0], {"question": "criteria"})):
-            evaluator.rewards = RewardRunner(ConsistencyReward(judge, **options))
+            evaluator.rewards = Rewards(ConsistencyReward(judge, **options))
             assert evaluator.rewards.names == ["consistency"]
             keys.append(evaluator.baseline_key(rows))
         for name, value in (("model_init_kwargs", {"revision": "v2"}), ("quantization", "int8"), ("tf32", True)):

@@ -16,8 +16,10 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
-from paco_trl.rewards.runner import RewardError, RewardRunner, offloadable_models
-from testing_utils import are_equal, jsonl, logs_with, wait_until, weights_of
+from paco_trl.rewards.limits import check_failures
+from paco_trl.rewards.scoring import Scoring, offloadable_models
+from paco_trl.rewards.weighting import RewardError, Rewards
+from testing_utils import are_equal, entries_of, jsonl, logs_with, wait_until, weights_of
 
 
 # 8 prompts x 4 images in micro-batches of 4: two calls of 16, the first of them after half of the drawing
@@ -36,7 +38,7 @@ def pixels(images) -> list[np.ndarray]:
 
 def watch_drawing(trainer, wait_before=lambda number: None, events=None) -> list[list]:
     """A list that gets the images of each micro-batch; `wait_before` is told its number, `events` gets a "D"."""
-    drawn, draw, events = [], trainer.policy.generate, [] if events is None else events
+    drawn, draw, events = [], trainer.policy.pipeline_policy.generate, [] if events is None else events
 
     def watched(*args, **kwargs):
         wait_before(len(drawn))
@@ -45,7 +47,7 @@ def watch_drawing(trainer, wait_before=lambda number: None, events=None) -> list
         events.append("D")
         return images, records
 
-    trainer.policy.generate = watched
+    trainer.policy.pipeline_policy.generate = watched
     return drawn
 
 
@@ -81,7 +83,7 @@ class WithModel:
 
 @pytest.mark.slow
 class TestBesideTheDrawing:
-    def test_a_call_runs_while_the_next_images_are_generated(self, make_trainer):
+    def test_a_call_runs_while_the_next_images_are_generated(self, make_trainer, monkeypatch):
         def wait(number):
             assert wait_until(lambda: events.count("D") >= 6 if number == 1 else "F" in events)
 
@@ -90,8 +92,8 @@ class TestBesideTheDrawing:
         trainer = make_trainer(reward_funcs=reward, **TWO_CALLS)
         # The fifth micro-batch waits until the reward is at work on the first four, and the reward for the sixth
         watch_drawing(trainer, lambda number: number != 4 or wait_until(lambda: "(" in events), events)
-        finish = trainer.rewards.finish
-        trainer.rewards.finish = lambda *args, **kwargs: (events.append("F"), finish(*args, **kwargs))[1]
+        finish = Scoring.finish
+        monkeypatch.setattr(Scoring, "finish", lambda self: (events.append("F"), finish(self))[1])
         trainer.train()
         order = "".join(events)
         assert order.startswith("DDDD(DD") and order.count("D") == 8  # as soon as 16 images are there
@@ -137,10 +139,12 @@ class TestBesideTheDrawing:
             return redness_reward(prompts, completions)
 
         trainer = make_trainer(reward_funcs=breaks, **{**TWO_CALLS, "num_prompts_per_generation": 12})
+        submit, calls = trainer.scorer.executor.submit, []
+        trainer.scorer.executor.submit = lambda *args: calls.append(submit(*args)) or calls[-1]
 
         def wait_before(number):
             if broken and number >= 5:  # the call with the first four is known to have failed
-                assert wait_until(lambda: trainer.rewards._calls[0].values.done())
+                assert wait_until(lambda: calls[0].done())
 
         drawn = watch_drawing(trainer, wait_before)
         with pytest.raises(RuntimeError, match="The reward 'breaks' raised OSError: the judge is gone"):
@@ -220,8 +224,8 @@ def test_a_call_of_a_reward_that_asks_for_num_generations_has_all_images_of_a_pr
     reward = rank_later if is_async else rank
     # Micro-batches of 2: no call is a batch of generation
     trainer = make_trainer(reward_funcs=[reward, redness_reward], per_device_train_batch_size=2, max_steps=1)
-    finish, seen = trainer.rewards.finish, []
-    trainer.rewards.finish = lambda state: seen.append(finish(state)) or seen[-1]
+    roll_out, seen = trainer._roll_out, []
+    trainer._roll_out = lambda *args: seen.append(roll_out(*args)) or seen[-1]
     trainer.train()
     assert len(calls) == 4 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts, _ in calls)
     assert len({prompts[0] for prompts, _ in calls}) == 4
@@ -287,7 +291,7 @@ class TestCeilings:
         assert buffer.metrics["frac_groups_uninformative"] == 1 - taught / 4
         assert buffer.metrics["images_excluded"] == buffer.metrics["frac_reward_zero_std"] == 0
         # The loss of an optimizer step is the mean over its images that are trained
-        weights = torch.stack([entry["weights"] for entry in buffer.entries]).view(2, -1)
+        weights = torch.stack([entry["weights"] for entry in entries_of(buffer)]).view(2, -1)
         assert (weights > 0).sum() == 4 * taught
         torch.testing.assert_close(weights.sum(dim=1), torch.ones(2))
 
@@ -297,7 +301,7 @@ class TestCeilings:
     )
     def test_how_often_a_required_reward_may_fail(self, images, limit, allowed):
         """A fraction of a round, rounded up to whole images: one may fail in a small round."""
-        runner, is_valid = RewardRunner([redness_reward]), torch.ones(images, dtype=torch.bool)
+        rewards, is_valid = Rewards([redness_reward]), torch.ones(images, dtype=torch.bool)
         args = SimpleNamespace(
             max_reward_failures=limit,
             max_excluded_images=1.0,
@@ -305,10 +309,10 @@ class TestCeilings:
             num_generations=4,
         )
         for missing in (allowed, allowed + 1):
-            rewards = torch.rand(images, 1)
-            rewards[:missing] = torch.nan
+            values = torch.rand(images, 1)
+            values[:missing] = torch.nan
             with pytest.raises(RewardError, match=f"{missing} of {images}") if missing > allowed else nullcontext():
-                runner.check_round(rewards, is_valid, args, 0)
+                check_failures(rewards, values, is_valid, args, "round 0")
 
     def test_one_image_without_a_value_is_left_out(self, make_trainer):
         trainer = self.run(make_trainer, {1: 1})  # 1 of 16, above 1 %
@@ -335,11 +339,11 @@ class TestMemory:
             reward = WithModel()
             trainer = make_trainer(reward_funcs=reward, offload_rewards=offload, **settings)
 
-            def draw(*args, generate=trainer.policy.generate, events=reward.events, **kwargs):
+            def draw(*args, generate=trainer.policy.pipeline_policy.generate, events=reward.events, **kwargs):
                 events.append("G")
                 return generate(*args, **kwargs)
 
-            before, trainer.policy.generate = weights_of(trainer), draw
+            before, trainer.policy.pipeline_policy.generate = weights_of(trainer), draw
             trainer.train()
             metrics = trainer.evaluate()
             assert not are_equal(weights_of(trainer), before)
@@ -380,18 +384,18 @@ class TestMemory:
     def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload):
         # Micro-batches of 2: two of them for each prompt
         trainer = make_trainer(offload_embeddings=offload, per_device_train_batch_size=2)
-        inputs_of, held = trainer.sampler.inputs, []
+        inputs_of, held = trainer.policy.inputs, []
 
-        def on_another_device(fetched, numbers):
+        def on_another_device(encoded, calls):
             # As on an accelerator: what the pipeline is called with is another copy than the one that is kept
-            arguments, kept, sources = inputs_of(fetched, numbers)
+            arguments, kept, sources = inputs_of(encoded, calls)
             arguments = {name: tensor.clone() for name, tensor in arguments.items()}
             held.append(arguments)  # so that no address is used again
             return arguments, kept, sources
 
-        trainer.sampler.inputs = on_another_device
+        trainer.policy.inputs = on_another_device
         trainer.state.max_steps = 2
-        buffer = trainer._generate_and_score_completions(0).entries
+        buffer = entries_of(trainer._generate_and_score_completions(0))
         assert len(buffer) == len(held) == 8
         for name in ("encoder_hidden_states", "pooled_projections"):
             storages = {entry["record"].calls[0][name].untyped_storage().data_ptr() for entry in buffer}

@@ -22,12 +22,13 @@ from paco_trl.hub.cards import render_card
 from paco_trl.hub.settings import ImageModelCard
 from paco_trl.rewards import LayoutReward, redness_reward
 from paco_trl.rollout import keyed_generator
-from paco_trl.rollout.prompt_rows import Completions, PromptRows
+from paco_trl.rollout.prompt_rows import PromptRows
+from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.rounds import RoundSchedule
 from paco_trl.utils.text import differences
 from test_short_tail import RunsOfOptions
-from testing_utils import are_equal, jsonl, logs_with, weights_of
+from testing_utils import are_equal, entries_of, jsonl, logs_with, sheets_of, weights_of
 
 
 def row_of(number: int, length: int, **columns) -> dict:
@@ -69,14 +70,14 @@ def check_training(trainer) -> None:
 
 def round_of(trainer):
     trainer.state.max_steps = 2
-    trainer.buffer = trainer._generate_and_score_completions(0)
-    return trainer.buffer
+    trainer.round = trainer._generate_and_score_completions(0)
+    return trainer.round
 
 
 def images_of(buffer) -> list[tuple]:
     """(advantage, weight, sample, noise of the step) of each image of a round."""
     images = []
-    for entry in buffer.entries:
+    for entry in entries_of(buffer):
         record = entry["record"]
         noise = record.prev_sample - record.mean
         columns = (entry["advantages"].tolist(), entry["weights"].tolist(), record.sample, noise)
@@ -179,16 +180,15 @@ class TestRounds:
 
     def test_images_and_completions(self):
         rows = PromptRows(sets(2, 3, 2), settings(), "it")
-        completions = Completions(rows, [1, 0], 2, 6)
-        assert completions.calls == [2, 3, 4, 0, 1, 2]
-        owners, shares = completions.of_images()
-        assert owners.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 0, 1]
-        assert shares.tolist() == pytest.approx([1 / 3] * 6 + [1 / 2] * 4 + [0] * 2)
-        assert completions.images_of(1) == [1, 3, 5] and completions.images_of(2) == [6, 8]
-        pictures = [Image.new("RGB", (4, 4), (number, 0, 0)) for number in range(12)]
-        order, finished = [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10], {}
-        for number in order:
-            finished |= completions.add([number], [pictures[number]])
+        round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 6)
+        assert [sample.call for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
+        owners = [sample.completion and sample.completion.number for sample in round.samples]
+        assert owners == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, None, None]
+        for number, sample in enumerate(round.samples):
+            sample.image = Image.new("RGB", (4, 4), (number, 0, 0))
+        finished = {}
+        for number in [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10]:
+            finished |= {done.number: done.image for done in round.finish(Batch([round.samples[number]]))}
         assert list(finished) == [2, 1, 0, 3]
         assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
         assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
@@ -257,7 +257,7 @@ def test_training(make_trainer, tmp_path, changes):
     check_training(trainer)
     for name, count in (("round_00000", 8), ("eval_step_000002", 2)):
         assert len(jsonl(tmp_path / "out" / "contact_sheets" / f"{name}.jsonl")) == count
-    pictures = trainer.evaluator.shown(next(iter(trainer.evaluator._baselines.values()))).pictures
+    pictures = next(iter(trainer.evaluator._baselines.values())).pictures
     assert [pictures[number].size for number in (0, 1)] == [(192, 64), (128, 64)]
 
 
@@ -269,11 +269,12 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
         values = zip(theme, panel_redness(prompts, panel_images), strict=True)
         return [0.5 if text in dull else value for text, value in values]
 
-    changes = {"reward_funcs": reward, "min_reward_std": 0.0, "max_resample_times": 1, "log_completions": True}
-    trainer, shown = make_trainer(**SETTINGS | changes), []
-    trainer._save_sheet = lambda name, title, rows, numbers, scored: shown.append((list(numbers), scored.pictures))
+    changes = {"reward_funcs": reward, "min_reward_std": 0.0, "max_resample_times": 1}
+    trainer = make_trainer(**SETTINGS | changes)
+    sheets, lengths = sheets_of(trainer), trainer.train_rows.lengths
     buffer = round_of(trainer)
-    (final, pictures), lengths = shown[0], trainer.train_rows.lengths
+    ((final, shown),) = sheets
+    pictures = shown.pictures
     assert not set(first) & set(final) and [lengths[row] for row in first] == [lengths[row] for row in final]
     assert {number: picture.width for number, picture in pictures.items()} == {
         number: 32 * lengths[final[number // 4]] for number in range(8)
@@ -281,7 +282,7 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
     twin = make_trainer(**SETTINGS | {"reward_funcs": reward})
     twin.schedule.rows = lambda round_index: final
     assert buffer.metrics["prompts_resampled"] == 2
-    for entry, expected in zip(buffer.entries, round_of(twin).entries, strict=True):
+    for entry, expected in zip(entries_of(buffer), entries_of(round_of(twin)), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
         assert torch.equal(entry["weights"], expected["weights"])
         assert torch.equal(entry["record"].prev_sample, expected["record"].prev_sample)
@@ -334,13 +335,13 @@ class TestAnchored:
 
     def test_anchor_of_each_image(self):
         rows = PromptRows(sets(2, 3, 2), settings(panel_generation="anchored"), "it")
-        completions = Completions(rows, [1, 0], 2, 7)  # the last two calls are the first two again
-        found = [completions.anchor_of(image) for image in range(14)]
+        round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 7)  # the last two calls are the first two again
+        found = [sample.anchor and round.samples.index(sample.anchor) for sample in round.samples]
         assert found == [None, None, 0, 1, 0, 1, None, None, 6, 7, None, None, 0, 1]
 
     def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
         tokens = defaultdict(list)
-        for entry in round_of(make()).entries:
+        for entry in entries_of(round_of(make())):
             record = entry["record"]
             source = record.calls[0]["hidden_states"][:, record.sample.shape[1] :]
             tokens[entry["advantages"].item()].append(source)
@@ -371,7 +372,7 @@ class TestAnchored:
     def with_another(self, monkeypatch):
         """As on a process with a batch less than another, of each kind."""
         monkeypatch.setattr(
-            "paco_trl.rollout.sampler.gather_object",
+            "paco_trl.rollout.policy.gather_object",
             lambda values: [*values, values[0] + 1] if values and isinstance(values[0], int) else values,
         )
 
@@ -379,19 +380,18 @@ class TestAnchored:
         settings = {"per_device_train_batch_size": 1, "per_device_rollout_batch_size": 2}
         plain = round_of(make(**settings))
         request.getfixturevalue("with_another")
-        for entry, other in zip(round_of(make(**settings)).entries, plain.entries, strict=True):
+        for entry, other in zip(entries_of(round_of(make(**settings))), entries_of(plain), strict=True):
             assert torch.equal(entry["record"].sample, other["record"].sample)
             assert torch.equal(entry["advantages"], other["advantages"])
 
     def test_what_makes_up_the_numbers_finishes_nothing(self, make, with_another):
         trainer = make(train_dataset=sets(1, 2, 3, 2, 3, 2))
         rows = trainer.train_rows
-        trainer.sampler.prompt_encoder.encode(rows, [0, 1], 1.0)
-        completions = Completions(rows, [0, 1], 1)
-        with trainer.sampler.ready():
-            found = list(trainer.sampler.rollout(completions, [[0], [1], [2]], (0, 3, 0), rows.training_sizes, 2))
-        assert [generated.place for generated in found] == [0, 1, 3, 2, 3]
-        assert [generated.numbers for generated in found] == [[0], [], [], [1], []]
+        trainer.policy.encoder.encode(rows, [0, 1], 1.0)
+        round = Round(rows, [0, 1], 1, (0, 3, 0), rows.training_sizes)
+        with trainer.policy.on_device():
+            found = list(trainer.policy.rollout(round, [Batch([sample]) for sample in round.samples], 2))
+        assert [[done.number for done in finished] for finished in found] == [[0], [], [], [1], []]
 
     @pytest.mark.parametrize(
         "changes",
@@ -426,7 +426,7 @@ class TestAnchored:
             return Dataset.from_list([row_of(number, 2 + number % 2, references=images) for number in range(6)])
 
         model = {"model": "flux2_klein", "train_dataset": of(3)}
-        records = [entry["record"] for entry in round_of(make(**model)).entries]
+        records = [entry["record"] for entry in entries_of(round_of(make(**model)))]
         lengths = [record.calls[0]["hidden_states"].shape[1] / record.sample.shape[1] for record in records]
         assert sorted(lengths) == [4] * 4 + [5] * 6
         with pytest.raises(ValueError, match="first panel"):

@@ -25,7 +25,7 @@ from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
-from paco_trl.trainer.rounds import RoundBuffer
+from paco_trl.rollout.rounds import Batch
 from test_gpu import ADAPTER, ON_DEVICE, check_ratio, check_same_and_moved, devices_of
 from test_paco_reward_trainer import mixed
 from testing_utils import LORA, SMALL_RUN, are_equal
@@ -137,8 +137,8 @@ class TestPlantedErrors:
                 trainer.train()
 
     def test_in_the_advantages(self, make_trainer, monkeypatch):
-        fill = RoundBuffer.fill
-        monkeypatch.setattr(RoundBuffer, "fill", lambda self, *args: fill(self, *args[:-1], torch.device("cpu")))
+        column = Batch.column
+        monkeypatch.setattr(Batch, "column", lambda self, name, device: column(self, name))
         with pytest.raises(RuntimeError, match=MIXED_DEVICES):
             make_trainer(**ON_DEVICE, max_steps=1).train()
 

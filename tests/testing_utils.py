@@ -23,6 +23,8 @@ from paco_trl.checkpointing.weights import use_weights
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import predict
+from paco_trl.rollout.rounds import Round
+from paco_trl.trainer.callbacks import ContactSheetsCallback
 
 
 # ---- Judges and rewards ----
@@ -130,6 +132,30 @@ def weights_of(trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
+def entries_of(round) -> list[dict]:
+    """The micro-steps of this process in a round, in the order in which they are trained."""
+    entries = []
+    for position in range(round.plan.steps_per_generation):
+        batch, step, num_trained = round.micro_step(position)
+        columns = {"advantages": batch.column("advantage"), "weights": batch.column("weight")}
+        entries.append({"record": step, "num_trained": num_trained, **columns})
+    return entries
+
+
+def sheets_of(trainer) -> list[tuple]:
+    """A list that gets the rows and the scored images of each round's contact sheet."""
+    callback = ContactSheetsCallback(trainer.accelerator, trainer.rewards.names, trainer.eval_rewards.names, [])
+    sheets: list[tuple] = []
+    callback.save = lambda args, state, name, title, rows, numbers, shown: sheets.append((list(numbers), shown))
+    trainer.add_callback(callback)
+    return sheets
+
+
+def fetch(encoder, rows, numbers: list[int], scale: float = 1.0):
+    """Encoded rows, as a round gets them."""
+    return encoder.fetch(Round(rows, numbers, 1, (0, 0, 0), [(64, 64)] * len(rows)), numbers, scale)
+
+
 def count_images(module: torch.nn.Module) -> list[int]:
     """A list that grows with each forward of the module, by the number of images."""
     calls: list[int] = []
@@ -141,7 +167,7 @@ class Record(TrainerCallback):
     """Weights and averages as training begins and after each optimizer step, and the entries of each round."""
 
     def __init__(self):
-        self.weights, self.averages, self.buffers = [], {"ema": [], "old_policy": []}, {}
+        self.weights, self.averages, self.rounds = [], {"ema": [], "old_policy": []}, {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.on_step_end(args, state, control)
@@ -151,8 +177,8 @@ class Record(TrainerCallback):
         for file, kept in self.trainer.averages.items():
             copies = {name: value.clone() for name, value in kept.average.items()}
             self.averages[file.removesuffix(".safetensors")].append(copies)
-        if self.trainer.buffer is not None:
-            self.buffers[self.trainer.buffer.round_index] = self.trainer.buffer.entries
+        if self.trainer.round is not None:
+            self.rounds[self.trainer.round.index] = entries_of(self.trainer.round)
 
 
 def recorded(make: Callable, resume_from_checkpoint: str | None = None, **settings) -> tuple:

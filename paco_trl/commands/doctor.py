@@ -35,8 +35,7 @@ from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
-from ..rewards.runner import RewardRunner
-from ..rollout.policy import split_record
+from ..rewards.weighting import Rewards
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.config_utils import warn_of_newer_versions
@@ -238,7 +237,7 @@ def check_data(state: DoctorState) -> str:
     script_args, args = state.script_args, state.args
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
-    rewards = RewardRunner([_no_reward])  # metrics are known when the rewards are loaded
+    rewards = Rewards([_no_reward])  # metrics are known when the rewards are loaded
     rows = [check_train_dataset(state.train_dataset, args, rewards)]
     if state.eval_dataset is None:
         check_eval_datasets(None, args, rewards)
@@ -269,12 +268,12 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     if state.skips and any(map(has_model, [*script_args.rewards, *(script_args.eval_rewards or ())])):
         return Row(SKIPPED, state.skips)
     functions = load_rewards(script_args)
-    rewards = RewardRunner(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
+    rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
     if state.eval_reward_funcs is not None:
-        finding += f" Evaluation: {', '.join(RewardRunner(state.eval_reward_funcs).names)}."
+        finding += f" Evaluation: {', '.join(Rewards(state.eval_reward_funcs).names)}."
     return finding
 
 
@@ -283,7 +282,7 @@ def check_model(state: DoctorState) -> Row | str:
     args, script_args = state.args, state.script_args
     if state.skips:
         if state.eval_dataset is not None:
-            check_eval_datasets(state.eval_dataset, args, RewardRunner(state.eval_reward_funcs or state.reward_funcs))
+            check_eval_datasets(state.eval_dataset, args, Rewards(state.eval_reward_funcs or state.reward_funcs))
         return Row(SKIPPED, state.skips)
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path, reward_funcs=state.reward_funcs, args=args,
@@ -297,7 +296,7 @@ def check_model(state: DoctorState) -> Row | str:
         adapter, layers = model.peft_config[model.active_adapter], model.base_model.targeted_module_names
         trained = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         trained += "" if is_new else f", continued from '{script_args.adapter}'"
-    state.generator = SampleGenerator(trainer.sampler, trainer.train_rows, args, is_new)
+    state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
     if args.deepspeed_plugin is None:
         state.generator.prepare()
     state.trainer = trainer
@@ -396,22 +395,21 @@ def check_ratio(state: DoctorState) -> Row | str:
     for name, weight in trainer.model.named_parameters():
         if ".lora_B." in name and not weight.any():  # of a new adapter, which a rollout or replay might leave out
             weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
-    images, records = generator.rollout()
+    round = generator.rollout()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for batch in records:
-        log_probs = []
-        for record in split_record(batch, layout.num_merged_batches, trainer.family):
-            log_prob = generator.replay(record)
-            log_prob.mean().backward()
-            log_probs.append(log_prob.detach())
-        ratios[batch.index].append(torch.exp(torch.cat(log_probs) - batch.log_prob))
+    for batch in round.batches[0]:
+        for micro_batch in batch.split(layout.num_merged_batches, trainer.family):
+            for step in micro_batch.steps:
+                log_prob = generator.replay(step)
+                log_prob.mean().backward()
+                ratios[step.index].append(torch.exp(log_prob.detach() - step.log_prob))
     deviations = {index: (torch.cat(found) - 1).abs().max().item() for index, found in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
-        f"{len(images) * len(generator.rows.calls_of[generator.number])} image(s), max |ratio - 1| before the first update "
+        f"{len(round.samples)} image(s), max |ratio - 1| before the first update "
         f"{max(deviations.values()):.3g} ({steps}); the run stops above {trainer.statistics.tolerance:.3g}."
     )
     if device.type == "cuda":
@@ -434,21 +432,21 @@ def check_ratio(state: DoctorState) -> Row | str:
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the images of a prompt, as a round scores them."""
     trainer, rows = state.trainer, dict[Callable, Row]()  # those that the evaluation shares are shown once
-    images, _ = state.generator.rollout()
-    for runner in dict.fromkeys((trainer.rewards, trainer.eval_rewards)):
-        runner.start(len(images))
-        runner.add(list(range(len(images))), [state.generator.row] * len(images), images, trainer.state)
-        values = runner.finish(trainer.state).rewards  # (images, rewards)
-        for function, name, column in zip(runner.functions, runner.names, values.T, strict=True):
+    round = state.generator.rollout()
+    for scorer in dict.fromkeys((trainer.scorer, trainer.evaluator.scorer)):
+        with scorer.scoring(round, trainer.state) as scoring:
+            scoring.add(round.completions)
+        rewards, values = scorer.rewards, scoring.scores.rewards  # (completions, rewards)
+        for function, name, column in zip(rewards.functions, rewards.names, values.T, strict=True):
             if function in rows:
                 continue
-            kind = "reward" if runner is trainer.rewards else "evaluation reward"
+            kind = "reward" if rewards is trainer.rewards else "evaluation reward"
             shown = ", ".join(f"{value:.4g}" for value in column.tolist())
-            row = rows[function] = Row(OK, f"{len(images)} images of one prompt: {shown}.", check=f"{kind} {name}")
+            row = rows[function] = Row(OK, f"{len(values)} images of one prompt: {shown}.", check=f"{kind} {name}")
             if column.isnan().any():
                 row.verdict = FAILED if column.isnan().all() else WARNING
                 row.advice = "Images without a value (nan) are left out: find out why the reward gives None."
-            elif len(images) > 1 and column.min() == column.max():
+            elif len(values) > 1 and column.min() == column.max():
                 row.verdict = WARNING
                 row.advice = "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
     return list(rows.values())

@@ -29,8 +29,11 @@ from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
-from ..rewards.runner import IMAGES_PER_CALL, RewardRunner, check_columns, offloadable_models
+from ..rewards.checks import check_columns
+from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
+from ..rewards.weighting import Rewards
 from ..rollout import family_of
+from ..rollout.encoder import ROWS_AHEAD, on_device
 from ..rollout.loading import (
     check_peft_config,
     check_trained,
@@ -39,8 +42,9 @@ from ..rollout.loading import (
     load_without_weights,
     make_policy,
 )
-from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import ROWS_AHEAD, PromptEncoder, RolloutSampler, on_device
+from ..rollout.policy import Policy
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import digest, find_adapter_file, peft_folder, sole_writer, to_png, write_atomically
@@ -94,7 +98,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         pipeline = load_without_weights(args.model_name_or_path, {"default": torch.float32}, encodes=False)
         rows.measure(pipeline, family_of(pipeline))
     check_judged(script_args, rows.dataset)
-    rewards = RewardRunner(load_rewards(script_args))
+    rewards = Rewards(load_rewards(script_args))
     check_columns(rewards.functions, rows.dataset, "the dataset")
 
     accelerator = Accelerator(
@@ -172,32 +176,31 @@ def _generate(
     pipeline = load_pipeline(model, dtype)
     family = family_of(pipeline)
     rows.measure(pipeline, family)
-    policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
-    encoder = PromptEncoder(pipeline, family, accelerator)
-    policy.model.eval().to(accelerator.device)
-    sampler = RolloutSampler(policy, encoder, accelerator, scale, offload_embeddings=True)
-    numbers, calls = list(range(len(rows))), [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
-    how = {"num_inference_steps": settings["num_inference_steps"]}
+    pipeline_policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
+    pipeline_policy.model.eval()
+    policy = Policy(pipeline_policy, accelerator, scale, offload_embeddings=True)
     key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
+    round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
+    calls = [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
 
     def generate(number: int) -> dict:
+        completion = round.completions[number]
         with torch.no_grad():
-            row = number // settings["num_generations"]
-            encoder.encode(rows, [row], ahead=range(row + 1, len(rows))[:ROWS_AHEAD])
-            completions = Completions(rows, numbers, settings["num_generations"])
-            images = [[image] for image in completions.images_of(number)]
+            policy.encoder.encode(rows, [completion.row], ahead=range(completion.row + 1, len(rows))[:ROWS_AHEAD])
+            batches = [Batch([sample]) for sample in completion.samples]
             # The last image finishes a set
-            *_, generated = sampler.rollout(completions, images, key, sizes, is_collective=False, **how)
-            return dict(zip(calls[number], generated.images, strict=True))
+            *_, (finished,) = policy.rollout(round, batches, settings["num_inference_steps"], is_collective=False)
+        image, finished.image = finished.image, None
+        return dict(zip(calls[number], [image], strict=True))
 
     sizes_of_calls = [(*sizes[row], rows.lengths[row]) for row, _ in files]
-    with sampler.ready():
+    with policy.on_device():
         generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
     accelerator.wait_for_everyone()
 
 
 def _score(
-    rewards: RewardRunner, rows: PromptRows, files: Mapping[Place, Path], folder: Path
+    rewards: Rewards, rows: PromptRows, files: Mapping[Place, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
     """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
     places = {f"{row}/{image}": (row, image) for row, image in files}

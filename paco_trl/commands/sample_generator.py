@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import diffusers
 import torch
-from PIL import Image
 
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
-from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import EncodedRows, RolloutSampler
+from ..rollout.encoder import EncodedRows
+from ..rollout.policy import Policy
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..utils.files import hub_arguments
 
@@ -30,9 +31,9 @@ class Generation(NamedTuple):
 class SampleGenerator:
     """Generator of the first prompt of the smallest training size, as in training."""
 
-    def __init__(self, sampler: RolloutSampler, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
-        self.sampler, self.rows, self.args = sampler, rows, args
-        self.policy, self.pipeline, self.family = sampler.policy, sampler.policy.pipeline, sampler.policy.family
+    def __init__(self, policy: Policy, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
+        self.policy, self.rows, self.args = policy, rows, args
+        self.pipeline, self.family = policy.pipeline, policy.family
         self.is_new_adapter = is_new_adapter
         self.sizes = Counter(self.rows.training_sizes)
         self.height, self.width = min(self.sizes, key=math.prod)
@@ -44,27 +45,37 @@ class SampleGenerator:
         self.policy.model.train()
         if self.args.activation_checkpointing:
             self.policy.model.activation_checkpointing_enable()
-        self.model = self.sampler.accelerator.prepare_model(self.policy.model)
+        self.model = self.policy.accelerator.prepare_model(self.policy.model)
 
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
         """Generate images of the prompt, of a set's first one, with the policy, from the same noise each time."""
-        keys: list[tuple[int, ...]] = [(self.args.seed, image) for image in range(count)]
-        calls, size = [self.rows.calls_of[self.number][0]] * count, (self.height, self.width)
-        steps = self.args.num_inference_steps
-        return self._generate(lambda fetched: self.sampler.generate(fetched, calls, keys, size, steps, sde=sde)[1])
+        samples = self._plan(count).samples[:count]
+        for image, sample in enumerate(samples):
+            sample.noise_key = sample.initial_key = (self.args.seed, image)
 
-    def rollout(self) -> tuple[list[Image.Image], list[RecordedStep]]:
-        """Generate a group of two or more for the row, with all panels of a set, and record it as a round does."""
+        def generate(encoded: EncodedRows) -> list[RecordedStep]:
+            self.policy.generate(batch := Batch(samples), encoded, self.args.num_inference_steps, sde=sde)
+            return batch.steps
+
+        return self._generate(generate)
+
+    def rollout(self) -> Round:
+        """Generate a group of two or more for the row, with all images of a set, and record it as a round does."""
         size = self.args.round_plan.rollout_batch_size
-        completions = Completions(self.rows, [self.number], max(size, 2))
-        images = range(len(completions.calls) * completions.num_generations)
-        with self.sampler.ready():
-            generated = [*self.sampler.rollout(
-                completions, [[*images[first : first + size]] for first in images[::size]],
-                (self.args.seed, STREAMS["training"], 0), self.rows.training_sizes, self.args.num_inference_steps,
-                fetched=self._fetch(), is_collective=False, sde=self.sde_settings(self.args.noise_level),
-            )]  # fmt: skip
-        return [image for each in generated for image in each.images], [r for each in generated for r in each.records]
+        round = self._plan(max(size, 2))
+        round.batches = [[Batch(round.samples[i : i + size]) for i in range(0, len(round.samples), size)]]
+        with self.policy.on_device():
+            for _ in self.policy.rollout(
+                round, round.batches[0], self.args.num_inference_steps, encoded=self._encode(), is_collective=False,
+                sde=self.sde_settings(self.args.noise_level),
+            ):  # fmt: skip
+                pass
+        return round
+
+    def _plan(self, num_generations: int) -> Round:
+        """Return a round of the row, with the noise of the first round of training."""
+        key = (self.args.seed, STREAMS["training"], 0)
+        return Round(self.rows, [self.number], num_generations, key, self.rows.training_sizes)
 
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
@@ -72,8 +83,8 @@ class SampleGenerator:
         where = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
         own = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
 
-        def with_own_scheduler(fetched: EncodedRows) -> list[RecordedStep]:
-            arguments, _, sources = self.sampler.inputs(fetched, [self.rows.calls_of[self.number][0]])
+        def with_own_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
+            arguments, _, sources = self.policy.inputs(encoded, [self.rows.calls_of[self.number][0]])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
                 self.pipeline(
@@ -103,19 +114,19 @@ class SampleGenerator:
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
         """Compute the log-probability of a recorded step (B,), with gradient, as in the training step."""
-        record = record.to(self.sampler.accelerator.device)  # its prompts may wait in CPU memory
+        record = record.to(self.policy.accelerator.device)  # its prompts may wait in CPU memory
         sde = self.sde_settings(self.args.noise_level)
         return replay(self.model, record, self.family, self.args.guidance_scale, sde)[0]
 
-    def _fetch(self) -> EncodedRows:
+    def _encode(self) -> EncodedRows:
         scale = self.args.resolution_scale
-        self.sampler.prompt_encoder.encode(self.rows, [self.number], scale)
-        return self.sampler.prompt_encoder.fetch(self.rows, [self.number], scale)
+        self.policy.encoder.encode(self.rows, [self.number], scale)
+        return self.policy.encoder.fetch(self._plan(1), [self.number], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Keep what the last step of the scheduler returns: the 8 bits per channel of an image hide differences."""
-        fetched, latents = self._fetch(), list[torch.Tensor]()
-        with self.sampler.ready():
+        encoded, latents = self._encode(), list[torch.Tensor]()
+        with self.policy.on_device():
             scheduler = self.pipeline.scheduler
             step = scheduler.step
 
@@ -127,7 +138,7 @@ class SampleGenerator:
 
             scheduler.step = keeping
             try:
-                records = call(fetched)
+                records = call(encoded)
             finally:
                 del scheduler.step
         return Generation(latents[0].float(), records)

@@ -24,8 +24,8 @@ from transformers import AutoConfig
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
+from ..rewards.checks import check_columns, check_required, check_reward_functions, check_reward_weights
 from ..rewards.judge_rewards import RUBRICS, read_rubric
-from ..rewards.runner import check_columns, check_required, check_reward_functions, check_reward_weights
 from ..rollout.loading import check_config, read_peft_config
 from ..trainer.checks import check_quantization
 from ..utils.quantization import quantization_config

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from ..rollout.rounds import Completion
 from ..utils.files import to_png, write_atomically
 from ..utils.images import to_rgb
 
@@ -130,14 +131,14 @@ class ScoredImages:
 
     @classmethod
     def collect(
-        cls, accelerator: Accelerator, numbers: list[int], images: list[Image.Image], num_generations: int, *scores
+        cls, accelerator: Accelerator, completions: Sequence[Completion], num_generations: int, *scores
     ) -> "ScoredImages":
         """Gather thumbnails of the first prompts from all processes; `scores` are the other attributes, in order."""
-        mine = []
-        for number, image in zip(numbers, images, strict=True):
-            prompt, generation = divmod(number, num_generations)
-            if prompt < MAX_PROMPTS and generation < MAX_IMAGES:
-                mine.append((number, thumbnail(image)))
+        mine = [
+            (done.number, thumbnail(done.image))
+            for done in completions
+            if done.image is not None and done.group < MAX_PROMPTS and done.generation < MAX_IMAGES
+        ]
         return cls(dict(gather_object(mine)), num_generations, *scores)
 
     def scores(self, number: int) -> dict[str, float | None]:

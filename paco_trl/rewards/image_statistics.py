@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of generated images that no reward sees."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from accelerate.utils import gather_object
 from PIL import Image
+
+from ..rollout.rounds import Completion
 
 
 _SIDE, _SMALL = 128, 16  # pixels of a thumbnail, and of what the diversity of a group is measured on
@@ -26,6 +30,11 @@ def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
         (pixels.max(axis=-1) - pixels.min(axis=-1)).mean(),  # 0 for gray, 1 for pure colors
     ]
     return list(map(float, statistics)), np.asarray(thumbnail.resize((_SMALL, _SMALL), Image.Resampling.BOX))
+
+
+def measure_images(completions: Sequence[Completion]) -> list[tuple[int, tuple[list[float], np.ndarray]]]:
+    """Measure the completions that have an image on this process, by their numbers."""
+    return [(done.number, measure_image(done.image)) for done in completions if done.image is not None]
 
 
 def image_metrics(

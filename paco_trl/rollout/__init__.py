@@ -20,7 +20,8 @@ from .families import (
     ZImageFamily,
     family_of,
 )
-from .policy import EncodedImage, PipelinePolicy, RecordedStep, calls_at, cast_floating_inputs, predict, replay
+from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep
+from .policy import calls_at, cast_floating_inputs, predict, replay
 from .sde import (
     SDE_TYPES,
     FlowMatchSDEScheduler,

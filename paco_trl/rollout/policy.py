@@ -1,368 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's diffusers pipeline as a policy: generate images and record stochastic steps to score them again.
+"""
+The policy: the pipeline on this process's accelerator, which generates the batches of a round and scores their steps again.
 
-Nothing of the pipeline is rewritten. Its scheduler is replaced by a subclass that samples the stochastic steps, and
-hooks on its transformer record the calls made at those steps. Replaying them through the trained model gives the new
-log-probability of the same samples.
+It owns where VAE, weights and text encoders are.
 """
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
-from PIL import Image
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import nn
+from tqdm.auto import tqdm
 
-from ..utils.images import to_device, to_rgb
+from ..utils.deepspeed import gathered_weights
+from ..utils.images import to_device
+from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder, on_device
 from .families import Family
-from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator, sde_step, step_std
+from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
+from .rounds import Batch, Completion, Round
+from .sde import SDESettings, sde_step, step_std
 
 
-@dataclass
-class RecordedStep:
+class Policy:
     """
-    One recorded stochastic step of a batch of images.
+    Generate the batches of rounds, and predict in their recorded steps.
 
-    `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
-    schedule. `sample` and `prev_sample` are the latents before and after it, `mean` is that of the step, all `(B, ...)` in
-    float32. `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without
-    noise. `calls` has the arguments, by name, of each call of the transformer.
+    With `offload_embeddings` what is recorded keeps its prompts in CPU memory.
     """
 
-    index: int
-    sigma: float
-    sigma_next: float
-    sigma_max: float
-    sample: torch.Tensor
-    prev_sample: torch.Tensor
-    log_prob: torch.Tensor | None
-    calls: list[dict[str, Any]]
-    mean: torch.Tensor | None = None
+    def __init__(
+        self,
+        pipeline_policy: PipelinePolicy,
+        accelerator: Accelerator,
+        guidance_scale: float,
+        offload_embeddings: bool = False,
+        embeddings_dir: str | None = None,
+    ):
+        self.pipeline_policy, self.accelerator = pipeline_policy, accelerator
+        self.pipeline, self.family = pipeline_policy.pipeline, pipeline_policy.family
+        self.model, self.scheduler = pipeline_policy.model, pipeline_policy.scheduler
+        self.guidance_scale, self.offload_embeddings = guidance_scale, offload_embeddings
+        self.encoder = PromptEncoder(self.pipeline, self.family, accelerator, embeddings_dir)
 
-    def to(self, device: torch.device) -> "RecordedStep":
-        """Return the step with all arguments of its calls on a device."""
-        return replace(self, calls=recursively_apply(lambda tensor: to_device(tensor, device), self.calls))
+    @contextmanager
+    def on_device(self, engine: nn.Module | None = None) -> Iterator[None]:
+        """
+        Put VAE and weights on the accelerator, and enable autocast.
 
+        Pass the ZeRO-3 `engine` to gather the weights that it has divided; DeepSpeed places all others itself.
+        """
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+            self.model.to(self.accelerator.device)
+        gathered = nullcontext() if engine is None else gathered_weights(self.model, engine)
+        # Autocast as in the training step: Trainer adds it to the model only when training begins
+        with on_device([self.pipeline.vae], self.accelerator.device), gathered, self.accelerator.autocast():
+            yield
 
-@dataclass(frozen=True)
-class EncodedImage:
-    """Source image from [`Family.prepare_image`], with its latents `(1, ...)` from the pipeline's VAE."""
+    def rollout(
+        self,
+        round: Round,
+        batches: list[Batch],
+        num_inference_steps: int,
+        *,
+        scale: float = 1.0,
+        encoded: EncodedRows | None = None,
+        progress: str | None = None,
+        is_collective: bool = True,
+        **recording: Any,
+    ) -> Iterator[list[Completion]]:
+        """
+        Generate batches of a round within [`~Policy.on_device`]; yield the completions that each of them finishes.
 
-    image: Image.Image
-    latents: torch.Tensor
-
-
-class PipelinePolicy:
-    """
-    Generate images with an unmodified diffusers pipeline and record its stochastic steps.
-
-    The `scheduler` of the flow-matching pipeline is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
-    its `transformer` by `model`, the one with the adapter, so that it generates with what is trained.
-    `forward_signature` is that of the transformer's own `forward` (the adapter's wrapper takes anything).
-
-    Raises:
-        ValueError: the scheduler is not flow matching.
-    """
-
-    def __init__(self, pipeline, family: Family, model: nn.Module, forward_signature: inspect.Signature):
-        self.pipeline = pipeline
-        self.family = family
-        self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
-        # DiffusionPipeline.__setattr__ would write these classes into the pipeline's config, but what the user saves from
-        # the pipeline later must load without this package
-        object.__setattr__(pipeline, "scheduler", self.scheduler)
-        object.__setattr__(pipeline, "transformer", model)
-        pipeline.set_progress_bar_config(disable=True)
-        self.model = model
-        self._signature = forward_signature
-        extra = [name for name, each in forward_signature.parameters.items() if each.kind is each.VAR_KEYWORD]
-        self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
-        self._recorded_steps: tuple[int, ...] = ()
-        self._calls: list[dict[str, Any]] = []
-        self._outputs: list[torch.Tensor] = []
-        # Whether a check passed, which stays on the device until all are read at the end of a batch, and its message
-        self._checks: list[tuple[torch.Tensor, Callable[[], str]]] = []
-        model.register_forward_pre_hook(self._record_call, with_kwargs=True)
-        model.register_forward_hook(self._record_output)
+        Args:
+            round ([`Round`]):
+                The round.
+            batches (`list[Batch]`):
+                Its batches of this process, which get their recorded steps.
+            num_inference_steps (`int`):
+                Denoising steps.
+            scale (`float`):
+                Scale of the source images.
+            encoded ([`EncodedRows`], *optional*):
+                All rows of the batches, whose embeddings then stay on the accelerator. If `None`, the rows of a batch are
+                encoded when it comes, with the next ones.
+            progress (`str`, *optional*):
+                Description of the progress bar, if there is one.
+            is_collective (`bool`):
+                Whether all processes call this; the images of a set may then be of several.
+            recording:
+                What is recorded, see [`PipelinePolicy.generate`].
+        """
+        rows, in_turn = round.rows, round.rows_of(batches)
+        gather = gather_object if is_collective else list
+        encode_anchor = functools.cache(self._encode_anchor)
+        ordered = round.in_order(batches, gather)
+        for batch in tqdm(ordered, progress, len(batches), disable=progress is None, leave=False):
+            of_batch = encoded
+            if of_batch is None:
+                numbers = [sample.row for sample in batch.samples]
+                following = in_turn[in_turn.index(numbers[-1]) + 1 :]
+                self.encoder.encode(rows, numbers, scale, following[:ROWS_AHEAD])
+                of_batch = self.encoder.fetch(round, numbers, scale)
+            anchors = []
+            if batch.samples[0].anchor is not None:
+                panels = [encode_anchor(sample.anchor) for sample in batch.samples]
+                anchors = [EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
+            self.generate(batch, of_batch, num_inference_steps, anchors=anchors, **recording)
+            yield round.finish(batch)
+        has_sets = any(len(completion.samples) > 1 for completion in round.completions)
+        if is_collective and has_sets and self.accelerator.num_processes > 1:
+            yield round.exchange(self.accelerator)
+        for sample in round.samples:
+            sample.image = None  # of anchors
 
     def generate(
         self,
-        prompt_arguments: dict[str, torch.Tensor],
-        height: int,
-        width: int,
+        batch: Batch,
+        encoded: EncodedRows,
         num_inference_steps: int,
-        guidance_scale: float,
-        noise_keys: list[tuple[int, ...]],
-        sde: SDESettings | None = None,
-        record_last_step: bool = False,
-        sources: Sequence[EncodedImage] = (),
-        initial_keys: list[tuple[int, ...]] | None = None,
-    ) -> tuple[list[Image.Image], list[RecordedStep]]:
-        """
-        Generate a batch of images of `height` x `width` pixels.
-
-        Args:
-            prompt_arguments (`dict[str, torch.Tensor]`):
-                Encoded prompts, as arguments of the pipeline's call, batch dimension B.
-            noise_keys (`list[tuple[int, ...]]`):
-                Key of each image's noise, see [`keyed_generator`].
-            sde ([`SDESettings`], *optional*):
-                Stochastic steps. If `None`, the pipeline's own ODE generates the images.
-            record_last_step (`bool`):
-                Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
-            sources (`list[EncodedImage]`, *optional*):
-                Source images, the same for all images of the batch; or the first one of it, with the latents of all.
-            initial_keys (`list[tuple[int, ...]]`, *optional*):
-                Key of each image's initial noise, if it is another.
-
-        Returns:
-            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
-
-        Raises:
-            RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
-                not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
-                size.
-        """
-        records: list[RecordedStep] = []
-        steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
-        last = num_inference_steps - 1
-        if sde is not None and sde.tail_steps is not None:
-            last = max(sde.steps) + sde.tail_steps
-        recorded = (*steps, last) if record_last_step else steps
-
-        def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-            if index in recorded:
-                combined = self.family.combine(self._outputs, guidance_scale, sample)
-                if combined is not model_output:
-                    self._check_guidance_rule(combined, model_output, guidance_scale, index)
-                times = self.scheduler.times
-                latents = (sample.float(), step.prev_sample, step.log_prob)
-                sigmas = (times[index], times[index + 1], times[1])
-                records.append(RecordedStep(index, *sigmas, *latents, self._calls, step.mean))
-            self._calls, self._outputs = [], []
-            if index == last:
-                # First: what is not a number fails other checks, too
-                is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
-                self._checks.insert(0, (is_finite.all(), lambda: _describe_latents(is_finite)))
-
-        prepared = [source.image for source in sources]
-        arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
-            height, width, guidance_scale, prepared
-        )
-        generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
-        problem = None
-        with ExitStack() as stack:
-            stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
-            stack.enter_context(self.family.generation_context(self.pipeline, prepared))
-            if sources:
-                stack.enter_context(self._encoding(sources))
-            try:
-                output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
-                images = [to_rgb(image, "A generated image") for image in output.images]
-            except torch.OutOfMemoryError:
-                raise
-            except (TypeError, ValueError, RuntimeError) as error:
-                problem = error  # which what the checks find explains
-            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist() if self._checks else []
-            if not all(passed):
-                raise RuntimeError(self._checks[passed.index(False)][1]()) from problem
-            if problem is not None:
-                raise problem
-        if self.scheduler.num_inference_steps != num_inference_steps:
-            raise RuntimeError(
-                f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
-                f"{self.scheduler.num_inference_steps} steps: it has a schedule of its own. Set "
-                f"`num_inference_steps={self.scheduler.num_inference_steps}`."
-            )
-        if len(records) != len(recorded):
-            raise RuntimeError(
-                f"{len(records)} steps were recorded, but {len(recorded)} were requested ({recorded}): "
-                f"the pipeline made other steps than the {last + 1} of its schedule."
-            )
-        if images[0].size != (width, height):
-            raise RuntimeError(
-                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and generated "
-                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
-                f"{type(self.family).__name__}."
-            )
-        return images, share_tensors(records, prompt_arguments, prompt_arguments)
-
-    @contextmanager
-    def _recording(
-        self, steps: tuple[int, ...], sde: SDESettings | None, noise_keys: list[tuple[int, ...]], on_step: Callable
-    ) -> Iterator[None]:
-        """Sample stochastic steps and record the calls of `steps`; forget a batch at the end, also one that failed."""
-        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, steps
-        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
-        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-
-        def check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
-            # The pipeline turns NaN into black and infinity into white, and the image would be scored
-            if torch.is_tensor(pixels):
-                self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
-
-        decoder = getattr(self.pipeline.vae, "decoder", None)
-        hook = nullcontext() if decoder is None else decoder.register_forward_hook(check_pixels)
-        try:
-            with hook:
-                yield
-        finally:
-            self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
-            self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
-
-    @contextmanager
-    def _encoding(self, sources: Sequence[EncodedImage]):
-        """Replace the VAE's `encode`: return the latents of the source images in order."""
-        waiting = list(sources)
-
-        def encode(pixels: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
-            expected = waiting[0].image.size if waiting else None  # (width, height)
-            if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
-                raise RuntimeError(
-                    f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE where "
-                    f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
-                    "`prepare_image` and `call_arguments` of the family class."
-                )
-            return SimpleNamespace(latents=waiting.pop(0).latents)
-
-        vae = self.pipeline.vae
-        vae.encode = encode
-        try:
-            yield
-        finally:
-            del vae.encode
-        if waiting:
-            raise RuntimeError(
-                f"{type(self.pipeline).__name__} did not encode {len(waiting)} of {len(sources)} source image(s). "
-                f"Correct `call_arguments` of {type(self.family).__name__}."
-            )
-
-    # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
-
-    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.scheduler.next_step_index in self._recorded_steps:
-            arguments = dict(self._signature.bind(*args, **kwargs).arguments)
-            arguments |= arguments.pop(self._extra, {})
-            # The tensors stay the same, but a transformer may remove items from a dict argument
-            self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
-
-    def _record_output(self, module: nn.Module, args: tuple, output):
-        # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
-        output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
-        if self.scheduler.next_step_index in self._recorded_steps:
-            self._outputs.append(output[0])
-        return output
-
-    # ---- Checks ----
-
-    def _check_guidance_rule(
-        self, combined: torch.Tensor, model_output: torch.Tensor, guidance_scale: float, index: int
+        anchors: Iterable[EncodedImage] = (),
+        finish: Any = None,
+        **recording: Any,
     ) -> None:
-        if combined.shape != model_output.shape:
-            raise RuntimeError(
-                f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
-                f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
-            )
-        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
-        # of float32, 2^-18 is some units.
-        precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
-        expected, received = combined.float(), model_output.float()
-        tensors = (expected - received, expected + received, received)
-        difference, total, scale = (tensor.abs().max() for tensor in tensors)
-        number, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
+        """
+        Generate the images of a batch and record their steps, within [`~Policy.on_device`].
 
-        def describe() -> str:
-            return (
-                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
-                f"{number} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
-                f"guidance scale {guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
-                f"Training would follow a wrong guidance rule. {advice}"
-            )
+        `anchors` are further source images. `finish` gets the batch while its prompts are on the accelerator.
+        """
+        samples = batch.samples
+        arguments, kept, sources = self.inputs(encoded, [sample.call for sample in samples])
+        images, batch.steps = self.pipeline_policy.generate(
+            arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
+            [sample.noise_key for sample in samples], sources=[*sources, *anchors],
+            initial_keys=[sample.initial_key for sample in samples], **recording,
+        )  # fmt: skip
+        for sample, image in zip(samples, images, strict=True):
+            sample.image = image
+        if finish is not None:
+            finish(batch)
+        if self.offload_embeddings:
+            batch.steps = share_tensors(batch.steps, arguments, kept)
 
-        self._checks.append((~(difference > precision * scale), describe))
+    def inputs(
+        self, encoded: EncodedRows, calls: list[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
+        """Return a batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
+        device = self.accelerator.device
+        of_calls = [encoded.embeddings[call] for call in calls]
+        embeddings = [prompt.place("cpu" if self.offload_embeddings else device) for prompt in of_calls]
+        if all(prompt is of_calls[0] for prompt in of_calls):
+            kept = {name: tensor.expand(len(calls), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
+        else:
+            kept = {name: torch.cat([prompt[name] for prompt in embeddings]) for name in embeddings[0]}  # (B, ...)
+        latents = [to_device(image, device) for image in of_calls[0].image_latents]
+        images = encoded.source_images(calls[0])
+        sources = [EncodedImage(image, of_image) for image, of_image in zip(images, latents, strict=True)]
+        return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
 
+    def _encode_anchor(self, anchor: Any) -> EncodedImage:
+        return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
 
-def _describe_latents(is_finite: torch.Tensor) -> str:
-    return (
-        f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(is_finite)} are not finite "
-        "after the last denoising step; their pixels would be black. The weights are not finite, or overflow in their "
-        "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
-    )
-
-
-def _describe_pixels(dtype: torch.dtype) -> str:
-    return (
-        f"The decoded images are not finite, although their latents are: the VAE overflows in its dtype, {dtype}. "
-        "Train with `bf16=True` or in float32, or use another VAE."
-    )
-
-
-def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the arguments of a call that have a row for each prediction."""
-    rows = len(next(iter(call.values())))  # the sample comes first
-    lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
-    return {name: each for name, each in lists.items() if len(each) == rows and name not in family.unbatched_arguments}
-
-
-def split_record(record: RecordedStep, parts: int, family: Family) -> list[RecordedStep]:
-    """Split the step of a batch into those of `parts` equal micro-batches, views where possible."""
-    if parts == 1:
-        return [record]
-    size = len(record.sample) // parts
-    tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
-
-    def rows(value: Any, part: int) -> Any:
-        # With true guidance in one call, the rows of one prediction follow those of the other
-        pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
-        if isinstance(value, list):
-            return [row for piece in pieces for row in piece]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def own(call: dict[str, Any], part: int) -> dict[str, Any]:
-        return call | {name: rows(value, part) for name, value in _batched(call, family).items()}
-
-    return [
-        replace(record, calls=[own(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})
-        for part in range(parts)
-    ]
-
-
-def share_tensors(
-    records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
-) -> list[RecordedStep]:
-    """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
-    # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
-    pairs = []  # encoded prompts in the forms that calls have: full, once for all images, in a list
-    for name, argument in arguments.items():
-        if isinstance(argument, torch.Tensor):
-            copy = copies[name]
-            pairs += [(argument, copy), (argument[:1], copy[:1]), *zip(argument, copy, strict=True)]
-    recorded: dict[int, torch.Tensor] = {}
-    recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
-    known: dict[int, torch.Tensor] = {}
-    compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for key, tensor in recorded.items():
-        for form, copy in pairs:
-            if (form.shape, form.dtype, form.device) != (tensor.shape, tensor.dtype, tensor.device):
-                continue
-            # The same memory is not compared: reading a result waits for the device
-            if (form.data_ptr(), form.stride()) == (tensor.data_ptr(), tensor.stride()):
-                known.setdefault(key, copy)
-            else:
-                compared.append((key, copy, (form == tensor).all()))
-    flags = torch.stack([flag for *_, flag in compared]).tolist() if compared else []
-    for (key, copy, _), is_same in zip(compared, flags, strict=True):
-        if is_same:
-            known.setdefault(key, copy)
-    share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
-    return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]
+    def predict(self, model: nn.Module, step: RecordedStep, detach_unconditional: bool = False) -> torch.Tensor:
+        """Compute the velocity `(B, ...)` that a model predicts in a recorded step; see [`replay`]."""
+        return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
 
 
 def replay(

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a dataset, prepared for generation: layout, sizes, source images, and the images of each."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
 from PIL import Image
 
-from ..data import SourceImages, check_edit_columns, has_source_images, join_grid
+from ..data import SourceImages, check_edit_columns, has_source_images
 from ..data.image_sets import SEPARATE, arrange_sets, complete_image_sets, prompts_of_row
-from . import Family
+from .families import Family
 from .resolution import check_inference_size, training_size
 
 
@@ -229,97 +225,3 @@ def check_panel_generation(panel_generation: str, name: str, family: Family | ty
             f"`panel_generation` is 'anchored', but {name} {reason}. Choose FLUX.1-Kontext or FLUX.2, or another "
             "`panel_generation`: sets that show what is in their `references` are anchored too."
         )
-
-
-class Completions:
-    """
-    The images that are generated for some rows, and the completions that they make up.
-
-    Images are numbered by call, `num_generations` for each. Completions are numbered by row, in the same way: one is an
-    image, or a set of one image of each call of its row, whose panels it shows side by side. With `num_calls` the calls
-    are repeated up to as many: their images belong to no completion.
-    """
-
-    def __init__(self, rows: PromptRows, numbers: list[int], num_generations: int, num_calls: int | None = None):
-        self.rows, self.numbers, self.num_generations = rows, numbers, num_generations
-        pairs = [(place, call) for place, number in enumerate(numbers) for call in rows.calls_of[number]]
-        self.places = [place for place, _ in pairs]  # of each call
-        self.calls = [pairs[number % len(pairs)][1] for number in range(num_calls or len(pairs))]
-        self._images: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
-        self.anchors: dict[int, Image.Image] = {}  # by image, of those that this process generates from them
-
-    def of_images(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the completion of each image, and its share of it, 0 for an image of none: (calls * generations,)."""
-        padding, lengths = len(self.calls) - len(self.places), self.rows.lengths
-        places = torch.tensor(self.places + [0] * padding)
-        shares = torch.tensor([1 / lengths[self.numbers[place]] for place in self.places] + [0.0] * padding)
-        completions = places[:, None] * self.num_generations + torch.arange(self.num_generations)
-        return completions.flatten(), shares.repeat_interleave(self.num_generations)
-
-    def rows_of(self, batches: Iterable[Iterable[int]]) -> list[int]:
-        """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
-        images = itertools.chain(*batches, [0] * self.rows.is_anchored)
-        return list(dict.fromkeys(self.rows.calls[self.calls[image // self.num_generations]].row for image in images))
-
-    def images_of(self, completion: int) -> list[int]:
-        """Return the numbers of a completion's images, in the order of its panels."""
-        place, generation = divmod(completion, self.num_generations)
-        return [call * self.num_generations + generation for call, owner in enumerate(self.places) if owner == place]
-
-    def anchor_of(self, image: int) -> int | None:
-        """Return the first panel of an image's set, from which an `anchored` one is generated; `None` for the first."""
-        call, generation = divmod(image, self.num_generations)
-        call %= len(self.places)
-        first = self.places.index(self.places[call])
-        return first * self.num_generations + generation if call != first else None
-
-    def in_order(self, batches: list[list[int]], gather: Callable[[list], list]) -> Iterator[tuple[int, list[int]]]:
-        """
-        Yield batches with their places: before those that have an anchor, all others, then as many on each process.
-
-        `gather` gathers a list from all processes. The batches that make up the numbers have a place behind the others, and
-        finish nothing.
-        """
-        parts: tuple[list, list] = ([], [])  # of batches without and with an anchor
-        for place, batch in enumerate(batches):
-            parts[self.anchor_of(batch[0]) is not None].append((place, batch))
-        for part in parts:
-            spare = (len(batches), [0] * len(batches[0]))  # image 0 has no anchor
-            yield from part + [spare] * (max(gather([len(part)])) - len(part))
-            if part is parts[0]:
-                self._gather_anchors({self.anchor_of(image) for _, batch in parts[1] for image in batch}, gather)
-
-    def _gather_anchors(self, needed: set[int | None], gather: Callable[[list], list]) -> None:
-        # Each unfinished set has its first panel alone
-        found = [item for images in self._images.values() for item in images.items()]
-        for place in range(max(gather([len(found)]))):  # one of each process at a time, which bounds the memory
-            self.anchors |= {image: panel for image, panel in gather(found[place : place + 1]) if image in needed}
-
-    def add(self, numbers: list[int], images: list[Image.Image]) -> dict[int, Image.Image]:
-        """Return the completions, by number, that are finished with some images."""
-        finished: dict[int, Image.Image] = {}
-        for number, image in zip(numbers, images, strict=True):
-            call, generation = divmod(number, self.num_generations)
-            if call >= len(self.places):
-                continue
-            completion = self.places[call] * self.num_generations + generation
-            images_of = self._images.setdefault(completion, {})
-            images_of[number] = image
-            if len(images_of) == self.rows.lengths[self.numbers[self.places[call]]]:
-                panels = [panel for _, panel in sorted(self._images.pop(completion).items())]
-                finished[completion] = panels[0] if len(panels) == 1 else join_grid(panels, 1, len(panels))
-        return finished
-
-    def exchange(self, accelerator: Accelerator) -> dict[int, Image.Image]:
-        """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
-        processes = accelerator.num_processes
-        finished: dict[int, Image.Image] = {}
-        numbers = sorted(set(gather_object(list(self._images))))
-        for first in range(0, len(numbers), processes):  # a set for each process at a time, which bounds the memory
-            block = numbers[first : first + processes]
-            parts = gather_object([(number, self._images.get(number, {})) for number in block])
-            for number in block[accelerator.process_index :][:1]:
-                images = {image: panel for other, part in parts if other == number for image, panel in part.items()}
-                finished |= self.add([*images], [*images.values()])  # none if another process has repeated an image
-        self._images.clear()  # of what other processes have finished
-        return finished

@@ -15,8 +15,10 @@ from ..data import check_pair_columns, decision_of, is_label_only
 from ..data.columns import check_is_dataset
 from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
+from ..rewards.checks import check_columns
 from ..rewards.paco_reward import decision_token_ids
-from ..rewards.runner import RewardRunner, check_columns, offloadable_models
+from ..rewards.scoring import offloadable_models
+from ..rewards.weighting import Rewards
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
 from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
@@ -30,7 +32,7 @@ from .paco_reward_config import PaCoRewardConfig
 logger = get_logger(__name__)
 
 
-def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: RewardRunner) -> PromptRows:
+def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) -> PromptRows:
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows = PromptRows(dataset, args, "the dataset")
@@ -52,7 +54,7 @@ def check_has_evaluation(args: Any, has_dataset: bool) -> None:
 
 
 def check_eval_datasets(
-    eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: RewardRunner
+    eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: Rewards
 ) -> list[PromptRows]:
     """Read the evaluation prompts, and check them against the evaluation settings."""
     datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
@@ -142,7 +144,7 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
             raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
 
 
-def offload_models(args: PaCoGRPOConfig, *runners: RewardRunner) -> dict[RewardRunner, list[nn.Module]]:
+def offload_models(args: PaCoGRPOConfig, *runners: Rewards) -> dict[Rewards, list[nn.Module]]:
     """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:
         return {runner: [] for runner in runners}

@@ -20,15 +20,19 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from PIL import Image
+from torch import nn
 from transformers import TrainerState
 
 from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
-from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, ScoredImages, thumbnail
-from ..rewards.image_statistics import image_metrics, measure_image
-from ..rewards.runner import RewardRunner
-from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import ROWS_AHEAD, RolloutSampler
+from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
+from ..rewards.image_statistics import image_metrics, measure_images
+from ..rewards.limits import check_scored
+from ..rewards.scoring import RewardScorer
+from ..rollout.encoder import ROWS_AHEAD
+from ..rollout.policy import Policy
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch, Round, Sample
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe
@@ -57,13 +61,13 @@ class Evaluator:
 
     def __init__(
         self,
-        sampler: RolloutSampler,
-        rewards: RewardRunner,
+        policy: Policy,
+        scorer: RewardScorer,
         args: PaCoGRPOConfig,
         rows: Sequence[PromptRows] = (),
         identity: dict[str, Any] | None = None,
     ):
-        self.sampler, self.rewards, self.args = sampler, rewards, args
+        self.policy, self.scorer, self.rewards, self.args = policy, scorer, scorer.rewards, args
         self.weights = (identity or {}).get("weights")
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
@@ -73,53 +77,56 @@ class Evaluator:
         check_is_dataset(dataset, "eval_dataset")
         known = (rows for rows in self._rows if rows.given is dataset)
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
-        return rows.measure(self.sampler.policy.pipeline, self.sampler.policy.family)
+        return rows.measure(self.policy.pipeline, self.policy.family)
 
-    def evaluate(self, rows: PromptRows, description: str, state: TrainerState) -> Evaluation:
+    def evaluate(
+        self, rows: PromptRows, description: str, state: TrainerState, engine: nn.Module | None = None
+    ) -> Evaluation:
         """
         Generate and score all rows at their inference size. Collective: call on all ranks.
 
-        The noise of an image is that of the seed, its row and its number.
+        The noise of an image is that of the seed, its row and its number. `engine` is that of [`Policy.on_device`].
         """
-        args, sampler, accelerator = self.args, self.sampler, self.sampler.accelerator
-        generations, batch = args.num_generations_eval, args.per_device_eval_batch_size
-        pipeline, family, sizes = sampler.policy.pipeline, sampler.policy.family, rows.inference_sizes
-        period, key = family.size_multiple(pipeline), (args.seed, STREAMS["evaluation"], 0)
-        numbers = list(range(len(rows)))
-
-        # A batch crosses prompts where one call of the pipeline can generate it
-        crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
-        completions = Completions(rows, numbers, generations)
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for place, call in enumerate(completions.calls):
-            images = range(place * generations, (place + 1) * generations)
-            groups[sizes[rows.calls[call].row] if crosses else place].extend(images)
-        batches = sorted(group[i : i + batch] for group in groups.values() for i in range(0, len(group), batch))
-        # ZeRO-3 requires the same number of batches on each process; the padding counts once
-        processes = accelerator.num_processes
-        padded = (np.arange(-(-len(batches) // processes) * processes) % len(batches)).reshape(-1, processes)
-        local = [batches[index] for index in padded[:, accelerator.process_index]]
+        args, policy, accelerator = self.args, self.policy, self.policy.accelerator
+        generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)
+        round = self._plan_round(rows)
+        mine = round.batches[accelerator.process_index]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        sampler.prompt_encoder.encode(rows, completions.rows_of(local)[:ROWS_AHEAD])
-        self.rewards.start(generations)
-        with sampler.ready():
-            for generated in sampler.rollout(
-                completions, local, key, sizes, args.num_inference_steps_eval, progress=progress
-            ):
-                self.rewards.add(generated.numbers, generated.rows, generated.images, state)
-                for image, row, picture in zip(generated.numbers, generated.rows, generated.images, strict=True):
-                    measured.append((image, measure_image(picture)))
-                    artifacts.append((image, _grid_artifact(picture, period, row)))
-                    if image // generations < MAX_PROMPTS and image % generations < MAX_IMAGES:
-                        pictures.append((image, thumbnail(picture)))
-        scores = self.rewards.finish(state)
-        self.rewards.check_scored(scores.rewards, args.max_excluded_images)
+        policy.encoder.encode(rows, round.rows_of(mine)[:ROWS_AHEAD])
+        with self.scorer.scoring(round, state) as scoring, policy.on_device(engine):
+            for finished in policy.rollout(round, mine, args.num_inference_steps_eval, progress=progress):
+                scoring.add(finished)
+                measured += measure_images(finished)
+                for done in finished:
+                    artifacts.append((done.number, _grid_artifact(done.image, period, *rows.layouts[done.row])))
+                    if done.group < MAX_PROMPTS and done.generation < MAX_IMAGES:
+                        pictures.append((done.number, thumbnail(done.image)))
+                    done.image = None
+        scores = scoring.scores
+        check_scored(self.rewards, scores.rewards, args.max_excluded_images)
         logged = scores.metrics | image_metrics(measured, generations)
-        by_image = dict(gather_object(artifacts))
-        all_artifacts = torch.tensor([by_image[image] for image in sorted(by_image)], dtype=torch.float64)
+        by_number = dict(gather_object(artifacts))
+        all_artifacts = torch.tensor([by_number[number] for number in sorted(by_number)], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
         return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, logged, shown)
+
+    def _plan_round(self, rows: PromptRows) -> Round:
+        """Return the round of an evaluation, with as many batches for each process, as ZeRO-3 requires."""
+        args, family, processes = self.args, self.policy.family, self.policy.accelerator.num_processes
+        key = (args.seed, STREAMS["evaluation"], 0)
+        round = Round(rows, range(len(rows)), args.num_generations_eval, key, rows.inference_sizes)
+        # A batch crosses prompts where one call of the pipeline can generate it
+        crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
+        groups: dict[Any, list[tuple[int, Sample]]] = defaultdict(list)
+        for place, sample in enumerate(round.samples):
+            groups[sample.size if crosses else sample.call].append((place, sample))
+        size = args.per_device_eval_batch_size
+        batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
+        dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]
+        padding = [dealt[place % len(dealt)].without_completions() for place in range(-len(dealt) % processes)]
+        round.batches = [[*dealt, *padding][process::processes] for process in range(processes)]
+        return round
 
     def baseline(
         self,
@@ -128,6 +135,7 @@ class Evaluator:
         state: TrainerState,
         untrained: Callable[[], AbstractContextManager | None],
         may_load: bool,
+        engine: nn.Module | None = None,
     ) -> tuple[Evaluation | None, bool]:
         """Evaluate the untrained model once in a run; also return whether this call generated it."""
         key = self.baseline_key(rows)
@@ -140,30 +148,25 @@ class Evaluator:
             if (weights := untrained()) is None:
                 return None, False
             # A resumed run, which loads the baseline instead, must have the same random state
-            with weights, preserve_rng_state(self.sampler.accelerator.device):
-                baseline = self.evaluate(rows, "Generating the baseline", state)
-            if self.sampler.accelerator.is_main_process:
+            with weights, preserve_rng_state(self.policy.accelerator.device):
+                baseline = self.evaluate(rows, "Generating the baseline", state, engine)
+            if self.policy.accelerator.is_main_process:
                 save_baseline(path, key, baseline)
         self._baselines[key] = baseline
         return baseline, is_new
 
-    def shown(self, evaluation: Evaluation) -> ScoredImages:
-        """Return the images of a contact sheet."""
-        generations, names = self.args.num_generations_eval, self.rewards.names
-        return ScoredImages(evaluation.pictures, generations, names, evaluation.rewards, evaluation.extra)
-
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
         settings = [
-            self.weights, describe(self.sampler.policy.family), evaluation_settings(self.args),
+            self.weights, describe(self.policy.family), evaluation_settings(self.args),
             list(self.rewards.descriptions.items()), rows.inference_sizes, describe(rows.dataset),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
 
 
-def _grid_artifact(image: Image.Image, period: int, row: dict) -> float:
+def _grid_artifact(image: Image.Image, period: int, rows: int, cols: int) -> float:
     try:
-        score = grid_artifact_score(image, period, row["rows"], row["cols"])
+        score = grid_artifact_score(image, period, rows, cols)
         return score if math.isfinite(score) else math.nan
     except ValueError:  # panels of less than two patches
         return math.nan

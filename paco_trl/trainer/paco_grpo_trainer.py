@@ -5,21 +5,19 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -51,12 +49,12 @@ from ..checkpointing.weights import (
 from ..hub.cards import save_model_with_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.settings import ImageModelCard
-from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
 from ..plots.curves import CurvesCallback
-from ..plots.trackers import send_to_trackers
-from ..rewards.image_statistics import image_metrics, measure_image
-from ..rewards.runner import RewardError, RewardRunner, Scores
-from ..rollout import Family, RecordedStep, SDESettings, UnlistedFamily, family_of, predict
+from ..rewards.limits import check_failures, warn_of_constant_rewards
+from ..rewards.scoring import RewardScorer, Scores
+from ..rewards.weighting import RewardError, Rewards
+from ..rollout import Family, RecordedStep, UnlistedFamily, family_of
+from ..rollout.encoder import EncodedRows
 from ..rollout.loading import (
     adapter_is_new,
     base_model_name,
@@ -71,16 +69,16 @@ from ..rollout.loading import (
     pipeline_quantization,
     read_peft_config,
 )
-from ..rollout.policy import score_step, split_record
-from ..rollout.prompt_rows import Completions, PromptRows
-from ..rollout.sampler import EncodedRows, PromptEncoder, RolloutSampler
-from ..rollout.sde import STREAMS
-from ..utils.deepspeed import gathered_weights, partition
+from ..rollout.policy import Policy, score_step
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch
+from ..utils.deepspeed import partition
 from ..utils.files import sole_writer
 from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.text import changes
+from .callbacks import ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
     check_eval_datasets,
     check_panels_used,
@@ -112,7 +110,7 @@ from .model_cards import (
 )
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ResumesExactly, RunCallback
-from .rounds import RoundBuffer, RoundSchedule
+from .rounds import RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 
 
@@ -229,11 +227,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         warn_of_newer_versions()
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
-        self.rewards = RewardRunner(
+        self.rewards = Rewards(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
-        self.eval_rewards = self.rewards if eval_reward_funcs is None else RewardRunner(eval_reward_funcs)
+        self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
         self.round_plan = args.round_plan
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
@@ -288,7 +286,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         self.has_reference = has_reference = args.has_reference
-        self.policy, self.ref_model = make_policy(
+        pipeline_policy, self.ref_model = make_policy(
             self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,
             reference=args.reference if has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
@@ -300,7 +298,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         # methods read are set below (tests/test_contract.py lists them).
         stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
         _BaseTrainer.__init__(
-            self, model=self.policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
+            self, model=pipeline_policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
         args.enable_jit_checkpoint = stops
@@ -323,17 +321,17 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
         self.beta = args.beta
-        self.prompt_encoder = PromptEncoder(self.pipeline, self.family, self.accelerator, args.embeddings_dir)
-        self.sampler = RolloutSampler(
-            self.policy, self.prompt_encoder, self.accelerator, args.guidance_scale, args.offload_embeddings,
-            self._place_weights,
-        )  # fmt: skip
-        for rewards in dict.fromkeys((self.rewards, self.eval_rewards)):
-            rewards.prepare(self.accelerator, models[rewards])
-        self.evaluator = Evaluator(self.sampler, self.eval_rewards, args, eval_rows, self._identity)
+        self.policy = Policy(
+            pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
+        )
+        runs = dict.fromkeys((self.rewards, self.eval_rewards))
+        scorers = {rewards: RewardScorer(rewards, self.accelerator, models[rewards]) for rewards in runs}
+        self.scorer = scorers[self.rewards]
+        self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
-        self.buffer: Any = None  # RoundBuffer
+        self.round: Any = None  # TrainingRound
         self._is_first_backward = True  # of this `train()`
+        self._is_warned_of_constants = False
         self._is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
@@ -380,6 +378,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         events = {"on_pre_optimizer_step": self._drop_gradients, "on_optimizer_step": self._update_averages}
         self.add_callback(RunCallback(**events, on_train_begin=self._begin_run))
         self.add_callback(CurvesCallback(self.args.plot_curves))
+        self.add_callback(ImageStatisticsCallback())
+        if self.args.log_completions:
+            trackers = self.callback_handler.callbacks
+            sheets = ContactSheetsCallback(self.accelerator, self.rewards.names, self.eval_rewards.names, trackers)
+            self.add_callback(sheets)
 
     @property
     def _is_zero3(self) -> bool:
@@ -414,6 +417,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
+        # What an earlier `train()` has left
+        self.statistics.rows, self.round = [], None
+        self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         with self._resumable(checkpoint):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
@@ -431,7 +437,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         next_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
         if next_round < self._num_rounds:
             started = time.perf_counter()
-            self._encode_round(next_round)
+            self._encode(self._plan_round(next_round))
             self._encode_time = time.perf_counter() - started
         return super()._prepare_for_training(*args, **kwargs)
 
@@ -486,10 +492,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader that only counts micro-steps; `_prepare_inputs` fetches each row once per round."""
-        # Called when training begins: reset the state of an earlier `train()`
-        self.statistics.rows = []
-        self._step, self._train_time, self._is_first_backward = 0, 0.0, True
-        self.buffer = None
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -499,95 +501,74 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if self._step % accumulation == 0:
             # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
             self._step = self.state.global_step * accumulation
-        round_index, position = divmod(self._step, self.schedule.micro_steps_per_round)
-        if self.buffer is None or self.buffer.round_index != round_index:
+        index, position = divmod(self._step, self.schedule.micro_steps_per_round)
+        if self.round is None or self.round.index != index:
             if position > 0:
                 logger.warning(
-                    f"Training resumes in the middle of round {round_index}, whose images are not in the checkpoint: "
+                    f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
                     "they are generated again, with the current weights."
                 )
-            started, self.buffer = time.perf_counter(), None  # frees the old round before the new one is generated
-            self.buffer = self._generate_and_score_completions(round_index)
-            self.buffer.seconds = time.perf_counter() - started
-            self._generation_time += self.buffer.seconds
-        # `num_iterations` passes over the entries
-        entry = self.buffer.entries[position % len(self.buffer.entries)]
-        record, self._is_idle_step = entry["record"], not entry["num_trained"]
+            started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
+            self.round = self._generate_and_score_completions(index)
+            self.round.seconds = time.perf_counter() - started
+            self._generation_time += self.round.seconds
+        batch, step, num_trained = self.round.micro_step(position)
+        self._is_idle_step = not num_trained
         if self._is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
+        device = self.accelerator.device
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
-            record = record.to(self.accelerator.device)
-        return {**entry, "record": record, "sde": self.buffer.sde}
+            step = step.to(device)
+        return {
+            "record": step,
+            "advantages": batch.column("advantage", device),
+            "weights": batch.column("weight", device),
+            "sde": self.round.sde,
+        }
 
     @property
     def is_round_pending(self) -> bool:
         """Whether the current round has optimizer steps left."""
-        return self.buffer is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
+        return self.round is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
 
-    def _assign(self, round_index: int) -> tuple[Completions, np.ndarray]:
-        """Return the completions of a round, and the images of each process: (processes, batches, rollout_batch_size)."""
-        rows, plan = self.train_rows, self.round_plan
-        completions = Completions(rows, self.schedule.rows(round_index), self.num_generations, plan.num_prompts)
-        sizes = [rows.training_sizes[rows.calls[call].row] for call in completions.calls]
-        return completions, plan.assign(sizes, (self.args.seed, STREAMS["batches"], round_index))
+    def _plan_round(self, index: int) -> TrainingRound:
+        """Return a round that is not generated yet."""
+        process = self.accelerator.process_index
+        return TrainingRound(self.schedule, self.train_rows, index, process, self.state.global_step)
 
-    def _encode_round(self, round_index: int, numbers: list[int] | None = None) -> EncodedRows:
-        """Return this process's rows of a round, or others, encoded together with the next rounds' if some are not."""
+    def _encode(self, round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
+        """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
+        numbers, scale = round.rows_of(batches or round.mine), self.args.resolution_scale
+        following = range(round.index + 1, min(round.index + ROUNDS_AHEAD, self._num_rounds))
+        rounds = map(self._plan_round, following)
+        ahead = itertools.chain.from_iterable(later.rows_of(later.mine) for later in rounds)
+        self.policy.encoder.encode(self.train_rows, numbers, scale, ahead)
+        return self.policy.encoder.fetch(round, numbers, scale)
 
-        def rows_of(index: int) -> list[int]:
-            completions, assignment = self._assign(index)
-            return completions.rows_of(assignment[self.accelerator.process_index].tolist())
+    def _generate_and_score_completions(self, index: int) -> TrainingRound:
+        """Plan a round, roll it out while it is scored, and compare its completions: advantage and weight of each sample."""
+        args, generations = self.args, self.num_generations
+        round = self._plan_round(index)
+        scores = self._roll_out(round, round.mine)
+        num_resampled = self._resample(round, scores) if args.max_resample_times else 0
 
-        rounds = range(round_index + 1, min(round_index + ROUNDS_AHEAD, self._num_rounds))
-        numbers, ahead = numbers or rows_of(round_index), itertools.chain.from_iterable(map(rows_of, rounds))
-        scale = self.args.resolution_scale
-        self.prompt_encoder.encode(self.train_rows, numbers, scale, ahead)
-        return self.prompt_encoder.fetch(self.train_rows, numbers, scale)
-
-    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
-        """Generate and score a round, and build this process's training micro-steps."""
-        started = time.perf_counter()
-        plan, args, generations = self.round_plan, self.args, self.num_generations
-
-        # 1. Assign the round's images to the processes, and encode its prompts if an earlier round has not
-        completions, assignment = self._assign(round_index)
-        row_numbers, mine = completions.numbers, assignment[self.accelerator.process_index]
-        fetched = self._encode_round(round_index)
-        encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
-
-        # 2. Generate, and score at the same time, except with `offload_rewards`
-        started, sde = time.perf_counter(), self.schedule.sde(round_index)
-        self.rewards.start(generations)
-        images, records = self._generate_round(round_index, mine, completions, fetched, sde)
-        rollout_time = time.perf_counter() - started
-
-        # 3. Gather all rewards on every process, prompt-major
-        scores = self.rewards.finish(self.state)
-        started = time.perf_counter()
-        num_resampled = 0
-        if args.max_resample_times:
-            num_resampled = self._resample(round_index, assignment, row_numbers, sde, images, records, scores)
-        resample_time = time.perf_counter() - started
-
-        # 4. Aggregate and normalize
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
         # As in TRL, the sum of normalized rewards is scaled over the batch
         scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
         advantages, is_valid, has_spread = group_advantages(aggregated, generations, scale, args.advantage_clip)
-        self.rewards.check_round(scores.rewards, is_valid, args, round_index)
+        self._check_scores(round, scores, is_valid)
         total = self.rewards.total(scores.rewards, generations)
         is_informative = self._is_informative(total)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
         if not is_trained.any():
             logger.warning(
-                f"In round {round_index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
+                f"In round {index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
                 f"{args.max_reward_mean} leave out every prompt that has rewards: its steps change nothing."
             )
-        completion_of, shares = completions.of_images()
+        round.weigh(advantages, is_trained, self.family)
 
-        # 5. Metrics that are logged with each optimizer step of the round
-        metrics = {
+        round.metrics |= {
             **scores.metrics,
             **self.rewards.metrics(scores.rewards, total, details),
             "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
@@ -595,143 +576,93 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             "groups_excluded": (~is_valid.view(-1, generations).any(dim=1)).sum().item(),
             "frac_groups_uninformative": 1 - is_informative.float().mean().item(),
             "prompts_resampled": num_resampled,
+        }
+        self._call_event("on_round_end", round=round, scores=scores, advantages=advantages)
+        for completion in round.completions:
+            completion.image = None
+        return round
+
+    def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
+        """Generate batches of a round, and score their completions meanwhile. Collective: call on all ranks."""
+        started, args = time.perf_counter(), self.args
+        encoded = self._encode(round, batches)
+        encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
+        is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
+        started = time.perf_counter()
+        # The rewards that are left are computed when the policy has left the accelerator
+        with self.scorer.scoring(round, self.state) as scoring:
+            with self._generating(round) as recording:
+                for finished in self.policy.rollout(
+                    round, batches, args.num_inference_steps, encoded=encoded,
+                    progress=None if is_hidden else f"Round {round.index}: generating", **recording,
+                ):  # fmt: skip
+                    scoring.add(finished)
+            rollout_time = time.perf_counter() - started
+        round.metrics = {  # those of the first attempt stay where prompts are resampled
             "time/encode": encode_time,
             "time/rollout": rollout_time,
-            "time/resample": resample_time,
-            "time/reward": scores.waited,
-            "time/reward_hidden": scores.hidden,
-            "rollout_images_per_second": plan.num_images / rollout_time,
-        }
-        metrics |= image_metrics([(number, measure_image(image)) for number, image in images.items()], generations)
-        if args.log_completions:
-            shown = ScoredImages.collect(
-                self.accelerator, [*images], [*images.values()], generations, self.reward_func_names, scores.rewards,
-                scores.extra, advantages,
-            )  # fmt: skip
-            title = f"Round {round_index}, step {self.state.global_step}"
-            self._save_sheet(f"round_{round_index:05d}", title, self.train_rows, row_numbers, shown)
+            "time/resample": 0.0,
+            "time/reward": scoring.scores.waited,
+            "time/reward_hidden": scoring.scores.hidden,
+            "rollout_images_per_second": self.round_plan.num_images / rollout_time,
+        } | round.metrics
+        return scoring.scores
 
-        # 6. Build the training micro-steps
-        buffer = RoundBuffer(round_index, self.state.global_step, sde, metrics)
-        micro_batches = assignment.reshape(len(assignment), -1, plan.batch_size)  # (processes, micro-batches, B)
-        buffer.fill(
-            plan,
-            micro_batches,
-            self.accelerator.process_index,
-            records,
-            advantages[completion_of],
-            is_trained[completion_of] * shares,
-            self.accelerator.device,
-        )
-        return buffer
-
-    def _generate_round(
-        self, round_index: int, mine: np.ndarray, completions: Completions, fetched: EncodedRows, sde: SDESettings,
-        **recording,
-    ) -> tuple[dict[int, Image.Image], list[list[RecordedStep]]]:  # fmt: skip
-        """Generate this process's images of a round; return its completions, and the trained steps of each micro-batch."""
-        args, rows, merged = self.args, self.train_rows, self.round_plan.num_merged_batches
-        images: dict[int, Image.Image] = {}
-        records: dict[int, list[list[RecordedStep]]] = {}  # of each batch
-        is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
-        key = (args.seed, STREAMS["training"], round_index)
-        with self.sampler.ready():
-            for generated in self.sampler.rollout(
-                completions, mine.tolist(), key, rows.training_sizes, args.num_inference_steps, fetched=fetched,
-                progress=None if is_hidden else f"Round {round_index}: generating", **(recording or {"sde": sde}),
-            ):  # fmt: skip
-                self.rewards.add(generated.numbers, generated.rows, generated.images, self.state)
-                images |= zip(generated.numbers, generated.images, strict=True)
-                # [step][micro-batch] -> [micro-batch][step]
-                split = [split_record(record, merged, self.family) for record in generated.records]
-                records[generated.place] = list(map(list, zip(*split, strict=True)))
-        return images, [each for place in range(len(mine)) for each in records[place]]
+    @contextmanager
+    def _generating(self, round: TrainingRound) -> Iterator[dict[str, Any]]:
+        """Place the weights that generate a round, and return what is recorded of it."""
+        with self.policy.on_device(self._divided_engine):
+            yield {"sde": round.sde}
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
         """Tell which prompts of a round are trained, of the sums of rewards of its images."""
         return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
 
-    def _resample(
-        self,
-        round_index: int,
-        assignment: np.ndarray,
-        row_numbers: list[int],
-        sde: SDESettings,
-        images: dict[int, Image.Image],
-        records: list[list[RecordedStep]],
-        scores: Scores,
-    ) -> int:
-        """Put other prompts in the place of those that teach nothing, in all that a round has; return their number."""
-        plan, generations, rank = self.round_plan, self.num_generations, self.accelerator.process_index
+    def _check_scores(self, round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
+        """Stop where too many rewards are missing, and warn of rewards that are constant in the first round."""
+        where = f"round {round.index}"
+        check_failures(self.rewards, scores.rewards, is_valid, self.args, where)
+        if not self._is_warned_of_constants:
+            warn_of_constant_rewards(self.rewards, scores.rewards, self.num_generations, where)
+            self._is_warned_of_constants = True
+
+    def _resample(self, round: TrainingRound, scores: Scores) -> int:
+        """Put other prompts in the place of those that teach nothing, and generate and score them; return their number."""
+        started, rank, count = time.perf_counter(), self.accelerator.process_index, 0
         sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
-        others, count = self.schedule.other_rows(round_index), 0
+        others = self.schedule.other_rows(round.index)
         for _ in range(self.args.max_resample_times):
-            places = []
+            replaced = set()
             # One that lacks rewards stays: failures are counted, and may stop the run
-            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(row_numbers), -1).any(dim=1)
-            total = self.rewards.total(scores.rewards, generations)
-            for place in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
-                if row := [row for row in others if sizes[row] == sizes[row_numbers[place]]][:1]:
+            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(round.numbers), -1).any(dim=1)
+            total = self.rewards.total(scores.rewards, self.num_generations)
+            for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
+                if row := [row for row in others if sizes[row] == sizes[round.numbers[group]]][:1]:
                     others.remove(row[0])
-                    row_numbers[place] = row[0]
-                    places.append(place)
-            if not places:
+                    round.replace(group, row[0])
+                    replaced.add(group)
+            if not replaced:
                 break
-            count += len(places)
-            completions = Completions(self.train_rows, row_numbers, generations, plan.num_prompts)
-            calls = np.flatnonzero(np.isin(completions.places, places))
-            is_new = np.isin(assignment[:, :, 0] // generations, calls)  # (processes, batches)
-            own = np.flatnonzero(is_new[rank])
-            # Every process generates as many batches: one that has fewer repeats another's, which then counts once
-            spare = np.repeat(assignment[is_new][:1], is_new.sum(axis=1).max() - len(own), axis=0)
-            batches = np.concatenate([assignment[rank][own], spare])
-            fetched = self._encode_round(round_index, completions.rows_of(batches.tolist()))
-            self.rewards.start(generations)
-            new_images, new_records = self._generate_round(round_index, batches, completions, fetched, sde)
-            new = self.rewards.finish(self.state)
-            merged = plan.num_merged_batches
-            for i, batch in enumerate(own):
-                records[batch * merged : (batch + 1) * merged] = new_records[i * merged : (i + 1) * merged]
-            numbers = [place * generations + each for place in places for each in range(generations)]
-            for number in numbers:
-                images.pop(number, None)  # which another process may have now
-            images |= new_images
-            scores.rewards[numbers] = new.rewards[numbers]
-            kept = [(of_call - {*numbers}, count, values) for of_call, count, values in scores.logged]
-            scores.logged = kept + new.logged
-            for column in scores.extra | new.extra:
-                cells = scores.extra.setdefault(column, [None] * len(scores.rewards))
-                for number in numbers:
-                    cells[number] = new.extra[column][number] if column in new.extra else None
+            count += len(replaced)
+            new = [[batch for batch in mine if batch.groups & replaced] for mine in round.batches]
+            # Every process generates as many batches: one that has fewer repeats another's, which then is of no completion
+            spare = next(batch for mine in new for batch in mine).without_completions()
+            batches = new[rank] + [spare] * (max(map(len, new)) - len(new[rank]))
+            numbers = [completion.number for completion in round.completions if completion.group in replaced]
+            scores.replace(numbers, self._roll_out(round, batches))
+        round.metrics["time/resample"] = time.perf_counter() - started
         return count
 
-    def _place_weights(self) -> AbstractContextManager:
-        """Put the weights where images are generated: on the accelerator, and under ZeRO-3 all of them."""
-        if not self.is_deepspeed_enabled:
-            self.model.to(self.accelerator.device)  # `evaluate()` may come before `train()`
-        elif self._is_zero3 and self.args.ds3_gather_for_generation:
-            return gathered_weights(self.model, self.model_wrapped)
-        return nullcontext()
+    @property
+    def _divided_engine(self) -> nn.Module | None:
+        """The ZeRO-3 engine whose weights are gathered for generation."""
+        return self.model_wrapped if self._is_zero3 and self.args.ds3_gather_for_generation else None
 
-    def _save_sheet(
-        self,
-        name: str,
-        title: str,
-        rows: PromptRows,
-        numbers: list[int],
-        shown: ScoredImages,
-        before: ScoredImages | None = None,
-        tracker_name: str = "contact_sheet",
-    ) -> None:
-        """Save images and scores of the first prompts, and send the contact sheet to the trackers."""
-        if self.accelerator.is_main_process:
-            folder, step = Path(self.args.output_dir) / "contact_sheets", self.state.global_step
-            prompts = [rows.prompts[number] for number in numbers]
-            sources = None
-            if rows.sources is not None:
-                sources = {place: rows.images(number) for place, number in enumerate(numbers[:MAX_PROMPTS])}
-            sheet = save_scored_sheet(folder, name, title, prompts, shown, before, sources)
-            send_to_trackers(sheet, tracker_name, step, self.callback_handler.callbacks)
+    def _call_event(self, event: str, **values: Any) -> None:
+        """Call an event of this package in the callbacks that have it."""
+        for callback in self.callback_handler.callbacks:
+            if (function := getattr(callback, event, None)) is not None:
+                function(self.args, self.state, self.control, **values)
 
     # ---- Loss ----
 
@@ -751,9 +682,9 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self._is_first_backward = False
         self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
         if self.accelerator.sync_gradients:
-            round_time = self.buffer.seconds + self.schedule.optimizer_steps_per_round * self._train_time
+            round_time = self.round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
             times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
-            for name, value in {**self.buffer.metrics, **self._step_metrics, **times}.items():
+            for name, value in {**self.round.metrics, **self._step_metrics, **times}.items():
                 self._metrics["train"][name].append(value)
             self._train_time = 0.0
         return loss
@@ -812,12 +743,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
 
     def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
-        arguments = (record.calls, self.family, self.args.guidance_scale, record.sample)
         ref_velocity = None
         if self.has_reference:
             with torch.no_grad(), self._reference(model) as reference:
-                ref_velocity = predict(reference, *arguments)
-        return predict(model, *arguments, self.args.detach_unconditional), ref_velocity
+                ref_velocity = self.policy.predict(reference, record)
+        return self.policy.predict(model, record, self.args.detach_unconditional), ref_velocity
 
     @contextmanager
     def _reference(self, model):
@@ -836,7 +766,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
         self.statistics.add(record, ratio, metrics, weights)
-        is_on_policy = step == self.buffer.global_step
+        is_on_policy = step == self.round.global_step
         is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained)  # at the first image, without waiting for the others
@@ -881,16 +811,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 after = before  # the same weights and noise would give the same images
             else:
                 with use_weights(self.model, self.ema.average if self.ema else None, self.zero_stage):
-                    after = evaluator.evaluate(rows, "Evaluating", self.state)
+                    after = evaluator.evaluate(rows, "Evaluating", self.state, self._divided_engine)
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             self.log(dict(metrics))  # starts the trackers, which then get the sheet
-            if self.args.log_completions:
-                self._save_sheet(
-                    f"{metric_key_prefix}_step_{step:06d}", f"Evaluation, step {step}", rows, list(range(len(rows))),
-                    evaluator.shown(after), None if before is None or before is after else evaluator.shown(before),
-                    f"{metric_key_prefix}_contact_sheet",
-                )  # fmt: skip
+            before = None if before is after else before
+            self._call_event("on_evaluation_end", rows=rows, after=after, before=before, name=metric_key_prefix)
         finally:
             self.model.train(was_training)
         self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -906,7 +832,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Evaluate the untrained model once; also return whether it was generated by this call."""
         if not self.args.eval_baseline:
             return None, False
-        return self.evaluator.baseline(rows, name, self.state, self._untrained_weights, self._resumed_from is not None)
+        may_load = self._resumed_from is not None
+        return self.evaluator.baseline(rows, name, self.state, self._untrained_weights, may_load, self._divided_engine)
 
     def _untrained_weights(self) -> AbstractContextManager | None:
         """Return the context in which the model is its base model, or `None`."""
@@ -956,7 +883,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _write_state(self, folder: Path) -> None:
         super()._write_state(folder)
         if self.is_round_pending:
-            torch.save(self.buffer.state_dict(), round_file(folder, self.accelerator.process_index))
+            torch.save(self.round.state_dict(), round_file(folder, self.accelerator.process_index))
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""
@@ -976,8 +903,11 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
                 f"The round of '{checkpoint}' is generated again, since not all of it is data: {error}"[:400]
             )
             return
-        sde = self.schedule.sde(state["round"])
-        self.buffer = RoundBuffer.from_state_dict(state, self._record_class, sde, device, is_offloaded)
+        if "batches" not in state:
+            logger.warning(f"The round of '{checkpoint}' is of an older version of paco_trl: it is generated again.")
+            return
+        self.round = self._plan_round(state["index"])
+        self.round.load_state_dict(state, self._record_class, device, is_offloaded)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Load the trained weights, not their average that a checkpoint exports."""

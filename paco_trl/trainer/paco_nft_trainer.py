@@ -2,15 +2,18 @@
 """DiffusionNFT and AWM: the velocity is trained on noised images that were generated and scored."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from PIL import Image
 
 from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
+from ..rewards.scoring import Scores
 from ..rollout import Family, RecordedStep, calls_at, keyed_generator, predict
+from ..rollout.rounds import Batch
 from ..utils.images import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
@@ -25,6 +28,7 @@ from .losses import (
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
+from .rounds import TrainingRound
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
@@ -129,39 +133,43 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
         super()._update_averages()
         step = self.state.global_step + 1  # which is counted after its update
         is_end = step % self.schedule.optimizer_steps_per_round == 0
-        if self.args.keeps_old_policy and is_end and not self.buffer.is_idle:
+        if self.args.keeps_old_policy and is_end and not self.round.is_idle:
             self.old_policy.decay = self._old_policy_decay(step)
             self.old_policy.step()
 
-    def _generate_round(self, *args, **recording) -> tuple[dict[int, Image.Image], list]:
-        """Generate a round with the old policy, or in AWM with the trained weights, and predict its velocities."""
-        # No stochastic step is recorded, but the images' latents, which are noised to each trained time
-        recording = {"finish": self._noise, "record_last_step": True}
-        if self.args.loss_type == "nft":
-            with use_weights(self.model, self.old_policy.average, self.zero_stage):
-                return super()._generate_round(*args, **recording)
-        generated: tuple[dict[int, Image.Image], list[list[Any]]] = super()._generate_round(*args, **recording)
-        if self.args.keeps_old_policy:
+    @contextmanager
+    def _generating(self, round: TrainingRound) -> Iterator[dict[str, Any]]:
+        """Place the weights that generate a round: of the old policy in DiffusionNFT, and those in training in AWM."""
+        is_old = self.args.loss_type == "nft"
+        old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage) if is_old else nullcontext()
+        with old_policy, self.policy.on_device(self._divided_engine):
+            # No stochastic step is recorded, but the images' latents, which are noised to each trained time
+            yield {"finish": self._noise, "record_last_step": True}
+
+    def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
+        """Generate and score batches, and in AWM predict the old policy's velocities, which its loss is restrained by."""
+        scores = super()._roll_out(round, batches)
+        if self.args.loss_type == "awm" and self.args.keeps_old_policy:
             # It stays the same until the end of the round
             old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)
-            with old_policy, self.sampler.place_weights(), self.accelerator.autocast(), torch.no_grad():
-                for step in itertools.chain(*generated[1]):
-                    calls, scale = step.to(self.accelerator.device).calls, self.args.guidance_scale
-                    step.old_policy_velocity = predict(self.model, calls, self.family, scale, step.sample)
-        return generated
+            with old_policy, self.policy.on_device(self._divided_engine), torch.no_grad():
+                steps: Iterator[Any] = itertools.chain.from_iterable(batch.steps for batch in batches)
+                for step in steps:
+                    step.old_policy_velocity = self.policy.predict(self.model, step.to(self.accelerator.device))
+        return scores
 
-    def _noise(self, noise_keys: list[tuple[int, ...]], records: list[RecordedStep]) -> list[NoisedStep]:
+    def _noise(self, batch: Batch) -> None:
         """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""
-        args, (last,) = self.args, records
+        args, (last,) = self.args, batch.steps
         latents = last.prev_sample  # (B, ...)
         # The last step is left out, as in the published code
         schedule = torch.tensor(self.policy.scheduler.times[: args.num_inference_steps - 1])
-        generators = [keyed_generator(*key, 1) for key in noise_keys]  # 0 is the initial latents'
+        generators = [keyed_generator(*sample.noise_key, 1) for sample in batch.samples]  # 0 is the initial latents'
         levels = args.num_trained_steps
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
         )  # (levels, B)
-        steps = []
+        batch.steps = []
         for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
             sample, target = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
@@ -169,8 +177,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             with torch.no_grad():
                 old_velocity = predict(self.model, calls, self.family, args.guidance_scale, sample)
             record = {f.name: getattr(last, f.name) for f in fields(last)} | {"calls": calls}
-            steps.append(NoisedStep(**record, times=sigma, target=target, old_velocity=old_velocity))
-        return steps
+            batch.steps.append(NoisedStep(**record, times=sigma, target=target, old_velocity=old_velocity))
 
     # ---- Loss ----
 

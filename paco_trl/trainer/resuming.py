@@ -100,12 +100,11 @@ class ResumesExactly(PushesToHub):
     @contextmanager
     def _resumable(self, checkpoint: Path | None) -> Iterator[None]:
         """Train from a checkpoint; a signal writes one, and ends the process."""
-        args, eval_on_start = self.args, self.args.eval_on_start
+        args = self.args
         if args.should_save:
             clear_staging(args.output_dir)
         self._resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
         self.loaded_step = None
-        args.eval_on_start = eval_on_start and checkpoint is None
         with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
             try:
                 yield
@@ -123,8 +122,6 @@ class ResumesExactly(PushesToHub):
                 if stopped.by_all:
                     end_training(self.accelerator)
                 raise SystemExit(EXIT_CODE) from None
-            finally:
-                args.eval_on_start = eval_on_start
 
     def _begin_run(self) -> None:
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
@@ -149,6 +146,8 @@ class ResumesExactly(PushesToHub):
 
     def _evaluate(self, *args, **kwargs):
         """Evaluate in training, which draws the same random numbers as without the evaluation."""
+        if kwargs.get("skip_scheduler") and self._resumed_from is not None:
+            return None  # that of `eval_on_start`, which the run has made before it was stopped
         with preserve_rng_state(self.accelerator.device):
             return super()._evaluate(*args, **kwargs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round: its sizes, the order of its prompts and images, its stochastic steps, and the buffer of its records."""
+"""The rounds of a training run: their sizes, rows and stochastic steps, and what each process trains of them."""
 
 import dataclasses
 import logging
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from ..rollout import RecordedStep, SDESettings
+from ..rollout import Family, RecordedStep, SDESettings
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch, Round, Sample
 from ..rollout.sde import STREAMS
-from ..utils.images import to_device
 
 
 logger = logging.getLogger(__name__)
@@ -74,19 +75,17 @@ class RoundPlan:
             f"{self.num_images // self.num_optimizer_steps} images."
         )
 
-    def assign(self, sizes: list[tuple[int, int]], permutation_seed: tuple[int, ...]) -> np.ndarray:
-        """Assign the images of a round: indices of shape (processes, batches per process, `rollout_batch_size`)."""
-        # 1. Group images by size; within a size the prompts keep the order in which they were sampled
-        prompts_by_size = sorted(range(self.num_prompts), key=lambda prompt: sizes[prompt])
-        images = np.concatenate(
-            [np.arange(self.num_generations) + prompt * self.num_generations for prompt in prompts_by_size]
-        )
-        batches = images.reshape(-1, self.rollout_batch_size)  # (all batches, rollout_batch_size)
-        sizes_of = [{sizes[image // self.num_generations] for image in batch} for batch in batches.tolist()]
-        mixed = next((found for found in sizes_of if len(found) > 1), None)
+    def deal(self, samples: list[Sample], permutation_seed: tuple[int, ...]) -> list[list[Batch]]:
+        """Deal the samples of a round: batches of one size for each process, in the order in which they are trained."""
+        # 1. Group samples by size; within a size the prompts keep the order in which they were sampled
+        by_size = sorted(samples, key=lambda sample: sample.size)
+        size = self.rollout_batch_size
+        batches = [Batch(by_size[first : first + size]) for first in range(0, len(by_size), size)]
+        sizes = [{sample.size for sample in batch.samples} for batch in batches]
+        mixed = next((found for found in sizes if len(found) > 1), None)
         if mixed is not None:
             raise ValueError(
-                f"A batch of {self.rollout_batch_size} would hold sizes {sorted(mixed)}: with several in a dataset, "
+                f"A batch of {size} would hold sizes {sorted(mixed)}: with several in a dataset, "
                 f"`{self.rollout_batch_option}` must divide `num_generations` ({self.num_generations})."
             )
 
@@ -94,11 +93,11 @@ class RoundPlan:
         # them by size, so that the processes work on equal sizes at a time
         order = np.random.default_rng(permutation_seed).permutation(len(batches))
         per_step = order.reshape(self.num_optimizer_steps, -1)
-        per_step = [sorted(step.tolist(), key=lambda index: next(iter(sizes_of[index]))) for step in per_step]
+        in_order = [sorted(step, key=lambda number: batches[number].samples[0].size) for step in per_step.tolist()]
 
-        # 3. Position i goes to process i mod num_processes
-        dealt = batches[np.concatenate(per_step)]
-        return dealt.reshape(-1, self.num_processes, self.rollout_batch_size).swapaxes(0, 1)
+        # 3. Batch i goes to process i mod num_processes
+        dealt = [batches[number] for step in in_order for number in step]
+        return [dealt[process :: self.num_processes] for process in range(self.num_processes)]
 
 
 def plan_round(
@@ -267,79 +266,104 @@ class RoundSchedule:
         return SDESettings(tuple(sorted(steps)), args.noise_level, args.sde_type, args.tail_steps)
 
 
-@dataclasses.dataclass
-class RoundBuffer:
-    """A generated and scored round, as the training steps of this process consume it."""
+class TrainingRound(Round):
+    """
+    A round that is trained: dealt to the processes and, once it is generated, with the micro-batches of this one.
 
-    round_index: int
-    global_step: int  # optimizer step that it was generated at
-    sde: SDESettings
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # logged with each of its optimizer steps
-    seconds: float = 0.0  # spent on generating and scoring it
-    # Record, advantages and weights of each micro-step, and the images that its optimizer step trains
-    entries: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    It follows from the seed and `index` alone, until its groups are replaced. `num_trained` has the number of completions
+    that each optimizer step trains, `metrics` what is logged with each, and `seconds` are those it took to generate and
+    score.
+    """
 
-    def fill(
-        self,
-        layout: RoundPlan,
-        assignment: np.ndarray,  # (processes, micro-batches, B)
-        process_index: int,
-        records: list[list[RecordedStep]],
-        advantages: torch.Tensor,
-        shares: torch.Tensor,
-        device: torch.device,
-    ) -> None:
+    def __init__(
+        self, schedule: RoundSchedule, rows: PromptRows, index: int, process_index: int, global_step: int = 0
+    ):
+        seed, plan = schedule.args.seed, schedule.plan
+        key, numbers = (seed, STREAMS["training"], index), schedule.rows(index)
+        super().__init__(rows, numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
+        self.index, self.plan, self.sde, self.global_step = index, plan, schedule.sde(index), global_step
+        self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
+        self.mine = self.batches[process_index]
+        self.micro_batches: list[Batch] = []
+        self.num_trained: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def weigh(self, advantages: torch.Tensor, is_trained: torch.Tensor, family: Family) -> None:
         """
-        Add an entry for each micro-step, whose weights make the loss a mean over completions and trained steps.
+        Set advantage and weight of each sample, and split this process's batches into micro-batches.
 
-        `shares` `(images,)` is what each image is of its completion: 1, or 1 / n in a set of n separate images, or 0 if it
-        is not trained.
+        `advantages` and `is_trained` `(completions,)` are in the order of the completions. The weights make the loss of an
+        optimizer step a mean over completions and trained steps: an image of a set of n counts 1 / n.
         """
-        batches_per_step = layout.micro_batches_per_process // layout.num_optimizer_steps
-        for position, (micro_batch, recorded) in enumerate(zip(assignment[process_index], records, strict=True)):
-            step = position // batches_per_step
-            images_of_step = assignment[:, step * batches_per_step : (step + 1) * batches_per_step].reshape(-1)
-            num_trained = shares[torch.from_numpy(images_of_step)].sum().item()
-            denominator = num_trained * layout.num_trained_steps or 1  # without one all weights are 0
-            batch = torch.from_numpy(micro_batch)
-            for record in recorded:
-                weights = to_device(shares[batch] / denominator, device)  # (B,)
-                entry = {"record": record, "advantages": to_device(advantages[batch], device), "weights": weights}
-                self.entries.append({**entry, "num_trained": num_trained})
+        for completion, advantage in zip(self.completions, advantages.tolist(), strict=True):
+            for sample in completion.samples:
+                sample.advantage = advantage
+        taking_part = is_trained.tolist()
+        per_step = len(self.mine) // self.plan.num_optimizer_steps
+        self.num_trained = []
+        for first in range(0, len(self.mine), per_step):
+            samples = [
+                sample for mine in self.batches for batch in mine[first : first + per_step] for sample in batch.samples
+            ]
+            counts = [
+                1 / len(sample.completion.samples)
+                if sample.completion and taking_part[sample.completion.number]
+                else 0.0
+                for sample in samples
+            ]
+            shares = torch.tensor(counts)  # (samples,)
+            self.num_trained.append(shares.sum().item())
+            denominator = self.num_trained[-1] * self.plan.num_trained_steps or 1  # without one all weights are 0
+            for sample, weight in zip(samples, (shares / denominator).tolist(), strict=True):
+                sample.weight = weight
+        self.micro_batches = [
+            micro_batch for batch in self.mine for micro_batch in batch.split(self.plan.num_merged_batches, family)
+        ]
+
+    def micro_step(self, position: int) -> tuple[Batch, RecordedStep, float]:
+        """Return a micro-batch, one of its steps, and the number of completions that the optimizer step trains."""
+        position %= self.plan.steps_per_generation  # `num_iterations` passes
+        place, step = divmod(position, self.plan.num_trained_steps)
+        batch = self.micro_batches[place]
+        return batch, batch.steps[step], self.num_trained[position // self.plan.gradient_accumulation_steps]
 
     @property
     def is_idle(self) -> bool:
         """Whether the round trains no image at all."""
-        return not any(entry["num_trained"] for entry in self.entries)
+        return not any(self.num_trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: tensors and numbers."""
+        """Return what a checkpoint keeps of a pending round: tensors and numbers."""
         # Not `asdict`, which would copy the tensors that images of a prompt share
-        fields = lambda record: {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # noqa: E731
-        entries = [{**entry, "record": fields(entry["record"])} for entry in self.entries]
-        return {
-            "round": self.round_index,
-            "global_step": self.global_step,
-            "metrics": self.metrics,
-            "time": self.seconds,
-            "entries": entries,
-        }
+        batches = [
+            {
+                "steps": [{f.name: getattr(step, f.name) for f in dataclasses.fields(step)} for step in batch.steps],
+                "advantages": [sample.advantage for sample in batch.samples],
+                "weights": [sample.weight for sample in batch.samples],
+            }
+            for batch in self.micro_batches
+        ]
+        names = ("index", "global_step", "numbers", "num_trained", "metrics", "seconds")
+        return {name: getattr(self, name) for name in names} | {"batches": batches}
 
-    @classmethod
-    def from_state_dict(
-        cls,
-        state: dict[str, Any],
-        record_class: type[RecordedStep],
-        sde: SDESettings,
-        device: torch.device,
-        is_offloaded: bool,
-    ) -> "RoundBuffer":
-        """Restore the round of a checkpoint."""
-        entries = []
-        for entry in state["entries"]:
-            record = entry.pop("record")
-            if is_offloaded:  # the calls come to the device with their micro-step
-                calls = record.pop("calls")
-                record = {**send_to_device(record, device), "calls": calls}
-            entries.append({**send_to_device(entry, device), "record": record_class(**record)})
-        return cls(state["round"], state["global_step"], sde, state["metrics"], state["time"], entries)
+    def load_state_dict(
+        self, state: dict[str, Any], step_class: type[RecordedStep], device: torch.device, is_offloaded: bool
+    ) -> None:
+        """Restore the pending round of a checkpoint, which was dealt to as many processes."""
+        for group, (number, saved) in enumerate(zip(self.numbers, state["numbers"], strict=True)):
+            if number != saved:
+                self.replace(group, saved)
+        for name in ("global_step", "num_trained", "metrics", "seconds"):
+            setattr(self, name, state[name])
+        size, samples = self.plan.batch_size, [sample for batch in self.mine for sample in batch.samples]
+        for place, saved in enumerate(state["batches"]):
+            batch = Batch(samples[place * size : (place + 1) * size])
+            for sample, advantage, weight in zip(batch.samples, saved["advantages"], saved["weights"], strict=True):
+                sample.advantage, sample.weight = advantage, weight
+            for step in saved["steps"]:
+                # With `is_offloaded` the calls come to the device with their micro-step
+                calls = step["calls"] if is_offloaded else send_to_device(step["calls"], device)
+                rest = {name: value for name, value in step.items() if name != "calls"}
+                batch.steps.append(step_class(**send_to_device(rest, device), calls=calls))
+            self.micro_batches.append(batch)

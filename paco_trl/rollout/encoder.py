@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Generate images of a dataset's rows with a policy.
+Encode prompts and source images, each distinct one once and ahead of the rounds that need it.
 
-What some rounds need is encoded ahead of them, each distinct prompt and source image once; text encoders and transformer
-take turns on the accelerator.
+Text encoders and transformer take turns on the accelerator.
 """
 
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather_object, send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from accelerate.utils.memory import clear_device_cache
 from PIL import Image
 from safetensors import SafetensorError
@@ -31,9 +30,10 @@ from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
 from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
-from . import Family
-from .policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
-from .prompt_rows import Completions, PromptKey, PromptRows
+from .families import Family
+from .pipeline_policy import EncodedImage
+from .prompt_rows import PromptKey, PromptRows
+from .rounds import Round
 
 
 logger = get_logger(__name__)
@@ -110,21 +110,25 @@ class PromptEncoder:
             if prompts:
                 self._encode_prompts(rows, prompts)
 
-    def fetch(self, rows: PromptRows, numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
-        """Return some encoded rows with their embeddings, which are on the CPU."""
+    def fetch(self, of_round: Round, numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
+        """Return some encoded rows of a round, whose embeddings are on the CPU."""
+        rows = of_round.rows
         keys = {call: self._keys(rows, call, scale) for number in numbers for call in rows.calls_of[number]}
-        needed: Iterable[Any] = (each for texts, sources in keys.values() for each in (*texts, *sources))
+        needed: Iterable[Any] = (key for texts, sources in keys.values() for key in (*texts, *sources))
         encoded: Any = {key: dict(self._encoded[key]) for key in dict.fromkeys(needed)}
         embeddings = {}
         for call, (texts, sources) in keys.items():
             prompt, *negative = [encoded[key] for key in texts]
             latents = [encoded[key]["latents"] for key in sources]
             embeddings[call] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
-        read = functools.lru_cache(8)(rows.row)  # decodes source images, which may be large
-        prepared = functools.cache(
-            lambda row: [self.family.prepare_image(self.pipeline, image, scale) for image in rows.images_in(read(row))]
-        )
-        return EncodedRows(embeddings, read, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
+
+        @functools.cache
+        def prepared(row: int) -> list[Image.Image]:
+            return [
+                self.family.prepare_image(self.pipeline, image, scale) for image in rows.images_in(of_round.row(row))
+            ]
+
+        return EncodedRows(embeddings, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
 
     def _keys(self, rows: PromptRows, call: int, scale: float) -> tuple[list[PromptKey], list[tuple[str, float]]]:
         """Return what the text encoders see, with true guidance of the negative prompt too, and the source images."""
@@ -281,158 +285,7 @@ def _untiled(vae):
 
 @dataclass
 class EncodedRows:
-    """Embeddings of some rows by call, and what reads a row and prepares the source images of a call, each once."""
+    """Embeddings of some rows by call, and what prepares the source images of a call, once."""
 
-    encoded: dict[int, PromptEmbeddings]
-    read: Callable[[int], dict[str, Any]]
+    embeddings: dict[int, PromptEmbeddings]
     source_images: Callable[[int], list[Image.Image]]
-
-
-class Generated(NamedTuple):
-    """
-    The completions that a batch has finished, by their numbers, with their rows for rewards; and its records.
-
-    `place` is that of the batch among those that were given, or behind them.
-    """
-
-    place: int
-    numbers: list[int]
-    rows: list[dict[str, Any]]
-    images: list[Image.Image]
-    records: list
-
-
-class RolloutSampler:
-    """Generate images of rows, in training and elsewhere. `place_weights` puts the weights in place."""
-
-    def __init__(
-        self,
-        policy: PipelinePolicy,
-        prompt_encoder: PromptEncoder,
-        accelerator: Accelerator,
-        guidance_scale: float,
-        offload_embeddings: bool = False,
-        place_weights: Callable[[], AbstractContextManager] = nullcontext,
-    ):
-        self.policy = policy
-        self.prompt_encoder = prompt_encoder
-        self.accelerator = accelerator
-        self.guidance_scale = guidance_scale
-        self.offload_embeddings = offload_embeddings
-        self.place_weights = place_weights
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Move the VAE and the weights to the accelerator, and enable autocast."""
-        # Autocast as in the training step: Trainer adds it to the model only when training begins
-        with (
-            on_device([self.policy.pipeline.vae], self.accelerator.device),
-            self.place_weights(),
-            self.accelerator.autocast(),
-        ):
-            yield
-
-    def inputs(
-        self, fetched: EncodedRows, calls: list[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
-        """Return a batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
-        device = self.accelerator.device
-        encoded = [fetched.encoded[call] for call in calls]
-        embeddings = [each.place("cpu" if self.offload_embeddings else device) for each in encoded]
-        if all(each is encoded[0] for each in encoded):
-            kept = {name: tensor.expand(len(encoded), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
-        else:
-            kept = {name: torch.cat([each[name] for each in embeddings]) for name in embeddings[0]}  # (B, ...)
-        latents = [to_device(each, device) for each in encoded[0].image_latents]
-        images = fetched.source_images(calls[0])
-        sources = [EncodedImage(image, each) for image, each in zip(images, latents, strict=True)]
-        return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
-
-    def generate(
-        self,
-        fetched: EncodedRows,
-        calls: list[int],
-        noise_keys: list[tuple[int, ...]],
-        size: tuple[int, int],
-        num_inference_steps: int,
-        finish: Callable[[list[tuple[int, ...]], list[RecordedStep]], list] | None = None,
-        anchors: Sequence[EncodedImage] = (),
-        **recording,
-    ) -> tuple[list[Image.Image], list]:
-        """
-        Generate a batch within `ready`, with `anchors` as further source images.
-
-        `finish` gets its noise and steps while prompts are on the accelerator.
-        """
-        arguments, kept, sources = self.inputs(fetched, calls)
-        images, records = self.policy.generate(
-            arguments, *size, num_inference_steps, self.guidance_scale, noise_keys, sources=[*sources, *anchors],
-            **recording,
-        )  # fmt: skip
-        if finish is not None:
-            records = finish(noise_keys, records)
-        if self.offload_embeddings:
-            records = share_tensors(records, arguments, kept)
-        return images, records
-
-    def rollout(
-        self,
-        completions: Completions,
-        batches: list[list[int]],
-        key: tuple[int, int, int],
-        sizes: list[tuple[int, int]],
-        num_inference_steps: int,
-        scale: float = 1.0,
-        fetched: EncodedRows | None = None,
-        progress: str | None = None,
-        is_collective: bool = True,
-        **recording,
-    ) -> Iterator[Generated]:
-        """
-        Generate batches of the images of some rows, by their numbers in `completions`, within `ready`.
-
-        The key of an image's noise is `key` (seed, stream, round), its call and its place among the images of the call.
-        With `fetched` the embeddings of all rows are on the accelerator, otherwise those of a batch, which are encoded when
-        it comes. `is_collective` tells that all processes call this, and that a set of separate images may be of several.
-        """
-        rows, generations = completions.rows, completions.num_generations
-        ordered: Iterable = enumerate(batches)
-        if rows.is_anchored:
-            ordered = completions.in_order(batches, gather_object if is_collective else list)
-        in_turn = completions.rows_of(batches)
-        family, pipeline = self.policy.family, self.policy.pipeline
-        encode = functools.cache(
-            lambda image: self.prompt_encoder.encode_image(family.prepare_panel(pipeline, completions.anchors[image]))
-        )
-        for place, numbers in tqdm(ordered, progress, len(batches), disable=progress is None, leave=False):
-            calls = [completions.calls[image // generations] for image in numbers]
-            row_numbers = [rows.calls[call].row for call in calls]
-            generation_of = [image % generations for image in numbers]
-            noise_keys: list[tuple[int, ...]] = [
-                (*key, *of_image) for of_image in zip(calls, generation_of, strict=True)
-            ]
-            initial_keys = noise_keys
-            if rows.args.panel_generation == "shared_noise":  # that of the first call of the row
-                first = [rows.calls_of[number][0] for number in row_numbers]
-                initial_keys = [(*key, *of_image) for of_image in zip(first, generation_of, strict=True)]
-            if fetched is None:
-                following = in_turn[in_turn.index(row_numbers[-1]) + 1 :]
-                self.prompt_encoder.encode(rows, row_numbers, scale, following[:ROWS_AHEAD])
-            encoded = fetched or self.prompt_encoder.fetch(rows, row_numbers, scale)
-            anchors = []
-            if rows.is_anchored and completions.anchor_of(numbers[0]) is not None:
-                encoded_anchors = [encode(completions.anchor_of(image)) for image in numbers]
-                latents = torch.cat([anchor.latents for anchor in encoded_anchors])
-                anchors = [EncodedImage(encoded_anchors[0].image, latents)]
-            images, records = self.generate(
-                encoded, calls, noise_keys, sizes[row_numbers[0]], num_inference_steps, initial_keys=initial_keys,
-                anchors=anchors, **recording,
-            )  # fmt: skip
-            finished = completions.add(numbers, images) if place < len(batches) else {}
-            read = [encoded.read(completions.numbers[number // generations]) for number in finished]
-            yield Generated(place, [*finished], read, [*finished.values()], records)
-        has_sets = len(completions.places) > len(completions.numbers)
-        if is_collective and has_sets and self.accelerator.num_processes > 1:
-            finished = completions.exchange(self.accelerator)
-            read = [rows.row(completions.numbers[number // generations]) for number in finished]
-            yield Generated(len(batches), [*finished], read, [*finished.values()], [])

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check rewards, their weights, and the columns of the dataset that they need, before anything is generated."""
+
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from torch import nn
+from trl.trainer.utils import get_callable_name
+
+from ..data.image_sets import SEPARATE
+
+
+# What a reward gets besides the columns of the dataset, see `RewardScorer`
+_FROM_TRAINER = {
+    "prompts", "completions", "completion_ids", "num_generations", "panel_images", "trainer_state", "log_extra",
+    "log_metric",
+}  # fmt: skip
+_ALWAYS_GIVEN = _FROM_TRAINER | {"rows", "cols"}
+
+
+def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
+    """Check the reward functions, and return their names."""
+    if not reward_funcs:
+        raise ValueError("`reward_funcs` is empty. Pass at least one reward.")
+    for function in reward_funcs:
+        if not callable(function) or isinstance(function, nn.Module | type):
+            raise TypeError(
+                f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got {function!r}. "
+                "TRL's reward models score text; see `paco_trl.rewards` for images."
+            )
+    names = [get_callable_name(function) for function in reward_funcs]
+    for name, function in zip(names, reward_funcs, strict=True):
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters_of(function)):
+            raise ValueError(
+                f"The reward '{name}' gets every column of the dataset: add `**kwargs` to its parameters."
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"Several rewards are named '{name}'. Give each its own `__name__`, which metrics have.")
+    return names
+
+
+def check_reward_weights(weights: list[float] | None, names: list[str], aggregation: str) -> torch.Tensor:
+    """Check the weights of the rewards (`None`: all 1) before generation, and return them as `(K,)`."""
+    weights = _one_each(weights, 1.0, "reward_weights", names)
+    if not all(math.isfinite(weight) for weight in weights) or not any(weights):
+        raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
+    if aggregation == "geometric_mean" and min(weights) < 0:
+        raise ValueError(
+            f"`reward_weights` is {weights}, but a geometric mean has no negative weights: negate the reward."
+        )
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def check_required(required: list | None, names: list[str], weights: torch.Tensor) -> list[bool]:
+    """Check which rewards are required (`None`: all); one of nonzero weight must be."""
+    required = _one_each(required, True, "reward_required", names)
+    if not any(is_required and weight != 0 for is_required, weight in zip(required, weights.tolist(), strict=True)):
+        raise ValueError(f"`reward_required` is {required}: no reward of nonzero weight is required. Require one.")
+    return required
+
+
+def _one_each(values: list | None, default, option: str, names: list[str]) -> list:
+    values = [default] * len(names) if values is None else values
+    if len(values) != len(names):
+        raise ValueError(
+            f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
+        )
+    return values
+
+
+def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
+    """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`, `scores_grids`) of rewards."""
+    if taken := sorted(_FROM_TRAINER & set(dataset.column_names)):
+        raise ValueError(f"Rewards get {', '.join(taken)} from the trainer, not from {where}: rename these columns.")
+    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        name, least = get_callable_name(function), getattr(function, "min_panels", 1)
+        # Rows without a layout, such as editing prompts, have one panel
+        layouts = [
+            [count or 1 for count in dataset[side]] if side in dataset.column_names else [1] * len(dataset)
+            for side in ("rows", "cols")
+        ]
+        for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
+            if rows * cols < least:
+                raise ValueError(
+                    f"The reward '{name}' compares at least {least} panels, but row {row} of {where} has {rows} x {cols}. "
+                    "Remove the row, or use another reward."
+                )
+        kinds = dataset["layout"] if "layout" in dataset.column_names else ()
+        if getattr(function, "scores_grids", False) and SEPARATE in kinds:
+            raise ValueError(
+                f"The reward '{name}' scores the lines of a grid, but row {kinds.index(SEPARATE)} of {where} is a set of "
+                "separate images. Leave the reward out."
+            )
+        given = _ALWAYS_GIVEN | set(dataset.column_names)
+        for each in parameters_of(function):
+            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                if each.name not in given - {"prompt"}:
+                    has = ", ".join(sorted(given))
+                    raise ValueError(
+                        f"The reward '{name}' has the parameter `{each.name}`, but {where} gives it {has}."
+                    )
+        for column in getattr(function, "needed_columns", ()):
+            if column == "image" and "images" in dataset.column_names:
+                continue  # several source images
+            if column not in dataset.column_names:
+                has = ", ".join(dataset.column_names)
+                raise ValueError(f"The reward '{name}' requires the column `{column}`, but {where} has {has}. Add it.")
+            feature = dataset.features[column]
+            if isinstance(getattr(feature, "feature", feature), ImageFeature):
+                continue  # it would be decoded; the reward checks it
+            for row, value in enumerate(dataset[column]):
+                if not (value.strip() if isinstance(value, str) else value):
+                    problem = f"which is {value!r} in row {row} of {where}. Fill it, or remove the row."
+                    raise ValueError(f"The reward '{name}' requires the column `{column}`, {problem}")
+
+
+def parameters_of(function: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a reward."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of what is not written in Python
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]

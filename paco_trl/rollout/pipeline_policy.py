@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's diffusers pipeline as a policy: generate images and record stochastic steps to score them again.
+
+Nothing of the pipeline is rewritten. Its scheduler is replaced by a subclass that samples the stochastic steps, and
+hooks on its transformer record the calls made at those steps. Replaying them through the trained model gives the new
+log-probability of the same samples.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from PIL import Image
+from torch import nn
+
+from ..utils.images import to_device, to_rgb
+from .families import Family
+from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator
+
+
+@dataclass
+class RecordedStep:
+    """
+    One recorded stochastic step of a batch of images.
+
+    `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
+    schedule. `sample` and `prev_sample` are the latents before and after it, `mean` is that of the step, all `(B, ...)` in
+    float32. `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without
+    noise. `calls` has the arguments, by name, of each call of the transformer.
+    """
+
+    index: int
+    sigma: float
+    sigma_next: float
+    sigma_max: float
+    sample: torch.Tensor
+    prev_sample: torch.Tensor
+    log_prob: torch.Tensor | None
+    calls: list[dict[str, Any]]
+    mean: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "RecordedStep":
+        """Return the step with all arguments of its calls on a device."""
+        return replace(self, calls=recursively_apply(lambda tensor: to_device(tensor, device), self.calls))
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """Source image from [`Family.prepare_image`], with its latents `(1, ...)` from the pipeline's VAE."""
+
+    image: Image.Image
+    latents: torch.Tensor
+
+
+class PipelinePolicy:
+    """
+    Generate images with an unmodified diffusers pipeline and record its stochastic steps.
+
+    The `scheduler` of the flow-matching pipeline is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
+    its `transformer` by `model`, the one with the adapter, so that it generates with what is trained.
+    `forward_signature` is that of the transformer's own `forward` (the adapter's wrapper takes anything).
+
+    Raises:
+        ValueError: the scheduler is not flow matching.
+    """
+
+    def __init__(self, pipeline, family: Family, model: nn.Module, forward_signature: inspect.Signature):
+        self.pipeline = pipeline
+        self.family = family
+        self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
+        # DiffusionPipeline.__setattr__ would write these classes into the pipeline's config, but what the user saves from
+        # the pipeline later must load without this package
+        object.__setattr__(pipeline, "scheduler", self.scheduler)
+        object.__setattr__(pipeline, "transformer", model)
+        pipeline.set_progress_bar_config(disable=True)
+        self.model = model
+        self._signature = forward_signature
+        extra = [name for name, each in forward_signature.parameters.items() if each.kind is each.VAR_KEYWORD]
+        self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
+        self._recorded_steps: tuple[int, ...] = ()
+        self._calls: list[dict[str, Any]] = []
+        self._outputs: list[torch.Tensor] = []
+        # Whether a check passed, which stays on the device until all are read at the end of a batch, and its message
+        self._checks: list[tuple[torch.Tensor, Callable[[], str]]] = []
+        model.register_forward_pre_hook(self._record_call, with_kwargs=True)
+        model.register_forward_hook(self._record_output)
+
+    def generate(
+        self,
+        prompt_arguments: dict[str, torch.Tensor],
+        height: int,
+        width: int,
+        num_inference_steps: int,
+        guidance_scale: float,
+        noise_keys: list[tuple[int, ...]],
+        sde: SDESettings | None = None,
+        record_last_step: bool = False,
+        sources: Sequence[EncodedImage] = (),
+        initial_keys: list[tuple[int, ...]] | None = None,
+    ) -> tuple[list[Image.Image], list[RecordedStep]]:
+        """
+        Generate a batch of images of `height` x `width` pixels.
+
+        Args:
+            prompt_arguments (`dict[str, torch.Tensor]`):
+                Encoded prompts, as arguments of the pipeline's call, batch dimension B.
+            noise_keys (`list[tuple[int, ...]]`):
+                Key of each image's noise, see [`keyed_generator`].
+            sde ([`SDESettings`], *optional*):
+                Stochastic steps. If `None`, the pipeline's own ODE generates the images.
+            record_last_step (`bool`):
+                Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
+            sources (`list[EncodedImage]`, *optional*):
+                Source images, the same for all images of the batch; or the first one of it, with the latents of all.
+            initial_keys (`list[tuple[int, ...]]`, *optional*):
+                Key of each image's initial noise, if it is another.
+
+        Returns:
+            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
+
+        Raises:
+            RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
+                not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
+                size.
+        """
+        records: list[RecordedStep] = []
+        steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
+        last = num_inference_steps - 1
+        if sde is not None and sde.tail_steps is not None:
+            last = max(sde.steps) + sde.tail_steps
+        recorded = (*steps, last) if record_last_step else steps
+
+        def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
+            if index in recorded:
+                combined = self.family.combine(self._outputs, guidance_scale, sample)
+                if combined is not model_output:
+                    self._check_guidance_rule(combined, model_output, guidance_scale, index)
+                times = self.scheduler.times
+                latents = (sample.float(), step.prev_sample, step.log_prob)
+                sigmas = (times[index], times[index + 1], times[1])
+                records.append(RecordedStep(index, *sigmas, *latents, self._calls, step.mean))
+            self._calls, self._outputs = [], []
+            if index == last:
+                # First: what is not a number fails other checks, too
+                is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
+                self._checks.insert(0, (is_finite.all(), lambda: _describe_latents(is_finite)))
+
+        prepared = [source.image for source in sources]
+        arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
+            height, width, guidance_scale, prepared
+        )
+        generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
+        problem = None
+        with ExitStack() as stack:
+            stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
+            stack.enter_context(self.family.generation_context(self.pipeline, prepared))
+            if sources:
+                stack.enter_context(self._encoding(sources))
+            try:
+                output = self.pipeline(**arguments, num_inference_steps=num_inference_steps, generator=generators)
+                images = [to_rgb(image, "A generated image") for image in output.images]
+            except torch.OutOfMemoryError:
+                raise
+            except (TypeError, ValueError, RuntimeError) as error:
+                problem = error  # which what the checks find explains
+            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist() if self._checks else []
+            if not all(passed):
+                raise RuntimeError(self._checks[passed.index(False)][1]()) from problem
+            if problem is not None:
+                raise problem
+        if self.scheduler.num_inference_steps != num_inference_steps:
+            raise RuntimeError(
+                f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
+                f"{self.scheduler.num_inference_steps} steps: it has a schedule of its own. Set "
+                f"`num_inference_steps={self.scheduler.num_inference_steps}`."
+            )
+        if len(records) != len(recorded):
+            raise RuntimeError(
+                f"{len(records)} steps were recorded, but {len(recorded)} were requested ({recorded}): "
+                f"the pipeline made other steps than the {last + 1} of its schedule."
+            )
+        if images[0].size != (width, height):
+            raise RuntimeError(
+                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and generated "
+                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
+                f"{type(self.family).__name__}."
+            )
+        return images, share_tensors(records, prompt_arguments, prompt_arguments)
+
+    @contextmanager
+    def _recording(
+        self, steps: tuple[int, ...], sde: SDESettings | None, noise_keys: list[tuple[int, ...]], on_step: Callable
+    ) -> Iterator[None]:
+        """Sample stochastic steps and record the calls of `steps`; forget a batch at the end, also one that failed."""
+        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, steps
+        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
+        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
+
+        def check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
+            # The pipeline turns NaN into black and infinity into white, and the image would be scored
+            if torch.is_tensor(pixels):
+                self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
+
+        decoder = getattr(self.pipeline.vae, "decoder", None)
+        hook = nullcontext() if decoder is None else decoder.register_forward_hook(check_pixels)
+        try:
+            with hook:
+                yield
+        finally:
+            self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
+            self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
+
+    @contextmanager
+    def _encoding(self, sources: Sequence[EncodedImage]):
+        """Replace the VAE's `encode`: return the latents of the source images in order."""
+        waiting = list(sources)
+
+        def encode(pixels: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
+            expected = waiting[0].image.size if waiting else None  # (width, height)
+            if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
+                raise RuntimeError(
+                    f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE where "
+                    f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
+                    "`prepare_image` and `call_arguments` of the family class."
+                )
+            return SimpleNamespace(latents=waiting.pop(0).latents)
+
+        vae = self.pipeline.vae
+        vae.encode = encode
+        try:
+            yield
+        finally:
+            del vae.encode
+        if waiting:
+            raise RuntimeError(
+                f"{type(self.pipeline).__name__} did not encode {len(waiting)} of {len(sources)} source image(s). "
+                f"Correct `call_arguments` of {type(self.family).__name__}."
+            )
+
+    # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
+
+    def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.scheduler.next_step_index in self._recorded_steps:
+            arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+            arguments |= arguments.pop(self._extra, {})
+            # The tensors stay the same, but a transformer may remove items from a dict argument
+            self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
+
+    def _record_output(self, module: nn.Module, args: tuple, output):
+        # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
+        output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
+        if self.scheduler.next_step_index in self._recorded_steps:
+            self._outputs.append(output[0])
+        return output
+
+    # ---- Checks ----
+
+    def _check_guidance_rule(
+        self, combined: torch.Tensor, model_output: torch.Tensor, guidance_scale: float, index: int
+    ) -> None:
+        if combined.shape != model_output.shape:
+            raise RuntimeError(
+                f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
+                f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
+            )
+        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
+        # of float32, 2^-18 is some units.
+        precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
+        expected, received = combined.float(), model_output.float()
+        tensors = (expected - received, expected + received, received)
+        difference, total, scale = (tensor.abs().max() for tensor in tensors)
+        number, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
+
+        def describe() -> str:
+            return (
+                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
+                f"{number} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
+                f"guidance scale {guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
+                f"Training would follow a wrong guidance rule. {advice}"
+            )
+
+        self._checks.append((~(difference > precision * scale), describe))
+
+
+def _describe_latents(is_finite: torch.Tensor) -> str:
+    return (
+        f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(is_finite)} are not finite "
+        "after the last denoising step; their pixels would be black. The weights are not finite, or overflow in their "
+        "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
+    )
+
+
+def _describe_pixels(dtype: torch.dtype) -> str:
+    return (
+        f"The decoded images are not finite, although their latents are: the VAE overflows in its dtype, {dtype}. "
+        "Train with `bf16=True` or in float32, or use another VAE."
+    )
+
+
+def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the arguments of a call that have a row for each prediction."""
+    rows = len(next(iter(call.values())))  # the sample comes first
+    lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
+    return {name: each for name, each in lists.items() if len(each) == rows and name not in family.unbatched_arguments}
+
+
+def split_record(record: RecordedStep, parts: int, family: Family) -> list[RecordedStep]:
+    """Split the step of a batch into those of `parts` equal micro-batches, views where possible."""
+    if parts == 1:
+        return [record]
+    size = len(record.sample) // parts
+    tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
+
+    def rows(value: Any, part: int) -> Any:
+        # With true guidance in one call, the rows of one prediction follow those of the other
+        pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
+        if isinstance(value, list):
+            return [row for piece in pieces for row in piece]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def own(call: dict[str, Any], part: int) -> dict[str, Any]:
+        return call | {name: rows(value, part) for name, value in _batched(call, family).items()}
+
+    return [
+        replace(record, calls=[own(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})
+        for part in range(parts)
+    ]
+
+
+def share_tensors(
+    records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
+) -> list[RecordedStep]:
+    """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
+    # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
+    pairs = []  # encoded prompts in the forms that calls have: full, once for all images, in a list
+    for name, argument in arguments.items():
+        if isinstance(argument, torch.Tensor):
+            copy = copies[name]
+            pairs += [(argument, copy), (argument[:1], copy[:1]), *zip(argument, copy, strict=True)]
+    recorded: dict[int, torch.Tensor] = {}
+    recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
+    known: dict[int, torch.Tensor] = {}
+    compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    for key, tensor in recorded.items():
+        for form, copy in pairs:
+            if (form.shape, form.dtype, form.device) != (tensor.shape, tensor.dtype, tensor.device):
+                continue
+            # The same memory is not compared: reading a result waits for the device
+            if (form.data_ptr(), form.stride()) == (tensor.data_ptr(), tensor.stride()):
+                known.setdefault(key, copy)
+            else:
+                compared.append((key, copy, (form == tensor).all()))
+    flags = torch.stack([flag for *_, flag in compared]).tolist() if compared else []
+    for (key, copy, _), is_same in zip(compared, flags, strict=True):
+        if is_same:
+            known.setdefault(key, copy)
+    share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
+    return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round: the images that are generated together, on all processes, and what becomes of each."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from PIL import Image
+
+from ..data import join_grid
+from ..utils.images import to_device
+from .families import Family
+from .pipeline_policy import RecordedStep, split_record
+from .prompt_rows import PromptRows
+
+
+@dataclass(eq=False)
+class Sample:
+    """
+    One generated image of a round.
+
+    Rewards score a *completion*: an image, or a set of separate images, its panels. A round compares the completions of
+    one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation` of a
+    group; a grid has one panel here, the whole of it.
+
+    `call` counts the prompts of all rows of the dataset. With seed, stream, round and generation it is the key of the
+    image's noise, which depends on nothing else. A sample without a completion only fills a batch: it is generated, and
+    neither scored nor trained.
+    """
+
+    completion: "Completion | None"
+    generation: int
+    panel: int
+    row: int  # number in the dataset
+    call: int
+    size: tuple[int, int]  # height and width in pixels
+    noise_key: tuple[int, ...]
+    initial_key: tuple[int, ...]  # of the initial noise, which the images of a set may share
+    anchor: "Sample | None"  # first image of its set, if it is generated from that
+    image: Image.Image | None = None
+    advantage: float = 0.0
+    weight: float = 0.0  # in the loss of its optimizer step, at each trained step
+
+
+@dataclass(eq=False)
+class Completion:
+    """What rewards score: an image, or a set of separate images, side by side."""
+
+    number: int  # of its row in the table of rewards: the groups in order, each with its generations
+    group: int
+    generation: int
+    row: int  # number in the dataset
+    samples: list[Sample] = field(default_factory=list)
+    image: Any = None  # PIL, from when it is finished until nothing needs it
+
+
+@dataclass(eq=False)
+class Batch:
+    """Samples that are generated and trained together, with the steps at which they are trained."""
+
+    samples: list[Sample]
+    steps: list[RecordedStep] = field(default_factory=list)
+
+    @property
+    def groups(self) -> set[int]:
+        """The groups that its samples belong to."""
+        return {sample.completion.group for sample in self.samples if sample.completion is not None}
+
+    def without_completions(self) -> "Batch":
+        """Return a batch of the same images that is neither scored nor trained."""
+        return Batch([dataclasses.replace(sample, completion=None) for sample in self.samples])
+
+    def column(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return an attribute of all samples: (B,)."""
+        return to_device(torch.tensor([getattr(sample, name) for sample in self.samples]), device)
+
+    def split(self, parts: int, family: Family) -> list["Batch"]:
+        """Split the batch into equal micro-batches."""
+        size = len(self.samples) // parts
+        steps = zip(*(split_record(step, parts, family) for step in self.steps), strict=True)
+        return [Batch(self.samples[part * size : (part + 1) * size], [*of_part]) for part, of_part in enumerate(steps)]
+
+
+class Round:
+    """
+    All images of some rows, the same on every process.
+
+    Args:
+        rows (`PromptRows`):
+            Rows of the dataset.
+        numbers (`Sequence[int]`):
+            Numbers of the round's rows, one for each group.
+        num_generations (`int`):
+            Completions of a group.
+        key (`tuple[int, int, int]`):
+            Seed, stream and number of the round, which every key of noise begins with.
+        sizes (`Sequence[tuple[int, int]]`):
+            Height and width of the images of each row of the dataset.
+        num_prompts (`int`, *optional*):
+            Prompts of a full round: those of the rows are repeated up to as many, in samples without a completion.
+    """
+
+    def __init__(
+        self,
+        rows: PromptRows,
+        numbers: Sequence[int],
+        num_generations: int,
+        key: tuple[int, int, int],
+        sizes: Sequence[tuple[int, int]],
+        num_prompts: int | None = None,
+    ):
+        self.rows, self.num_generations, self.key, self.sizes = rows, num_generations, key, sizes
+        # Decodes source images, which may be large: once for the pipeline and for the rewards
+        self.row = functools.lru_cache(8)(rows.row)
+        self.completions: list[Completion] = []
+        self.samples: list[Sample] = []  # the images of a prompt one after the other
+        self.batches: list[list[Batch]] = []  # of each process
+        for group, number in enumerate(numbers):
+            first = len(self.completions)
+            completions = [Completion(first + k, group, k, number) for k in range(num_generations)]
+            self.completions += completions
+            for panel in range(rows.lengths[number]):
+                for completion in completions:
+                    anchor = completion.samples[0] if rows.is_anchored and panel else None
+                    source = self._source(number, panel, completion.generation)
+                    completion.samples.append(
+                        Sample(completion, completion.generation, panel, anchor=anchor, **source)
+                    )
+                self.samples += [completion.samples[panel] for completion in completions]
+        num_samples = len(self.samples)
+        for place in range(num_samples, (num_prompts or 0) * num_generations):
+            self.samples.append(dataclasses.replace(self.samples[place % num_samples], completion=None))
+        self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
+
+    def _source(self, row: int, panel: int, generation: int) -> dict:
+        """Return what decides an image of a row."""
+        calls = self.rows.calls_of[row]
+        first = calls[0] if self.rows.args.panel_generation == "shared_noise" else calls[panel]
+        keys = {"noise_key": (*self.key, calls[panel], generation), "initial_key": (*self.key, first, generation)}
+        return {"row": row, "call": calls[panel], "size": self.sizes[row], **keys}
+
+    @property
+    def numbers(self) -> list[int]:
+        """Number of the row of each group."""
+        return [completion.row for completion in self.completions[:: self.num_generations]]
+
+    def replace(self, group: int, row: int) -> None:
+        """Put another row, of the same size and number of images, in the place of a group's."""
+        for completion in self.completions[group * self.num_generations :][: self.num_generations]:
+            completion.row, completion.image = row, None
+            for sample in completion.samples:
+                vars(sample).update(self._source(row, sample.panel, sample.generation))
+
+    def rows_of(self, batches: list[Batch]) -> list[int]:
+        """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
+        samples = [sample for batch in batches for sample in batch.samples] + self.samples[: self.rows.is_anchored]
+        return list(dict.fromkeys(sample.row for sample in samples))
+
+    def in_order(self, batches: list[Batch], gather: Callable[[list], list]) -> Iterator[Batch]:
+        """
+        Yield batches in the order of their generation: with anchored sets their first images before all others.
+
+        Each process then yields as many of either kind, some of samples without a completion. `gather` gathers a list from
+        all processes.
+        """
+        if not self.rows.is_anchored:
+            yield from batches
+            return
+        first = [batch for batch in batches if batch.samples[0].anchor is None]
+        others = [batch for batch in batches if batch.samples[0].anchor is not None]
+        spare = Batch(self.samples[:1] * len(batches[0].samples)).without_completions()
+        yield from first + [spare] * (max(gather([len(first)])) - len(first))
+        self._gather_anchors(others, gather)
+        yield from others + [spare] * (max(gather([len(others)])) - len(others))
+
+    def _gather_anchors(self, batches: list[Batch], gather: Callable[[list], list]) -> None:
+        anchors = {sample.anchor for batch in batches for sample in batch.samples}
+        needed = {anchor.completion.number: anchor for anchor in anchors if anchor and anchor.completion}
+        # Each unfinished set has its first image alone
+        found = [(number, image) for number, panels in self._panels.items() for image in panels.values()]
+        for place in range(max(gather([len(found)]))):  # one of each process at a time, which bounds the memory
+            for number, image in gather(found[place : place + 1]):
+                if number in needed:
+                    needed[number].image = image
+
+    def finish(self, batch: Batch) -> list[Completion]:
+        """Return the completions that are finished with the images of a batch."""
+        finished = []
+        for sample in batch.samples:
+            if sample.completion is not None and sample.image is not None:
+                finished += self._add(sample.completion, {sample.panel: sample.image})
+                sample.image = None
+        return finished
+
+    def _add(self, completion: Completion, panels: dict[int, Image.Image]) -> list[Completion]:
+        known = self._panels.setdefault(completion.number, {})
+        known |= panels
+        if len(known) < len(completion.samples):
+            return []
+        del self._panels[completion.number]
+        images = [image for _, image in sorted(known.items())]
+        completion.image = images[0] if len(images) == 1 else join_grid(images, 1, len(images))
+        return [completion]
+
+    def exchange(self, accelerator: Accelerator) -> list[Completion]:
+        """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
+        processes, finished = accelerator.num_processes, []
+        numbers = sorted(set(gather_object(list(self._panels))))
+        for first in range(0, len(numbers), processes):  # a set for each process at a time, which bounds the memory
+            block = numbers[first : first + processes]
+            parts = gather_object([(number, self._panels.get(number, {})) for number in block])
+            for number in block[accelerator.process_index :][:1]:
+                panels = {panel: image for other, part in parts if other == number for panel, image in part.items()}
+                finished += self._add(self.completions[number], panels)  # none if another has repeated an image
+        self._panels.clear()  # of what other processes have finished
+        return finished

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What watches the rounds of a run. A callback of yours may have `on_round_end`, too: see `docs/paco_grpo_trainer.md`."""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
+from ..plots.trackers import send_to_trackers
+from ..rewards.image_statistics import image_metrics, measure_images
+from ..rewards.scoring import Scores
+from ..rollout.prompt_rows import PromptRows
+from .evaluator import Evaluation
+from .rounds import TrainingRound
+
+
+class ImageStatisticsCallback(TrainerCallback):
+    """Log statistics of a round's images that no reward sees."""
+
+    def on_round_end(self, args, state, control, round: TrainingRound, **kwargs) -> None:
+        """Add the statistics to the metrics of the round. Collective: called on all ranks."""
+        round.metrics |= image_metrics(measure_images(round.completions), round.num_generations)
+
+
+class ContactSheetsCallback(TrainerCallback):
+    """Save images and scores of the first prompts of each round and evaluation, and send the sheets to the trackers."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        reward_names: list[str],
+        eval_reward_names: list[str],
+        trackers: list[TrainerCallback],
+    ):
+        self.accelerator, self.trackers = accelerator, trackers
+        self.reward_names, self.eval_reward_names = reward_names, eval_reward_names
+
+    def on_round_end(
+        self, args, state, control, round: TrainingRound, scores: Scores, advantages: torch.Tensor, **kwargs
+    ) -> None:
+        """Save the sheet of a round. Collective: called on all ranks."""
+        shown = ScoredImages.collect(
+            self.accelerator, round.completions, round.num_generations, self.reward_names, scores.rewards, scores.extra,
+            advantages,
+        )  # fmt: skip
+        title = f"Round {round.index}, step {state.global_step}"
+        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.numbers, shown)
+
+    def on_evaluation_end(
+        self, args, state, control, rows: PromptRows, after: Evaluation, before: Evaluation | None, name: str, **kwargs
+    ) -> None:
+        """Save the sheet of an evaluation, with the images of the untrained model beside its own."""
+        shown = self._shown(after, args.num_generations_eval)
+        untrained = None if before is None else self._shown(before, args.num_generations_eval)
+        title = f"Evaluation, step {state.global_step}"
+        name, tracker = f"{name}_step_{state.global_step:06d}", f"{name}_contact_sheet"
+        self.save(args, state, name, title, rows, list(range(len(rows))), shown, untrained, tracker)
+
+    def _shown(self, evaluation: Evaluation, num_generations: int) -> ScoredImages:
+        columns = (evaluation.pictures, num_generations, self.eval_reward_names, evaluation.rewards, evaluation.extra)
+        return ScoredImages(*columns)
+
+    def save(
+        self,
+        args,
+        state,
+        name: str,
+        title: str,
+        rows: PromptRows,
+        numbers: list[int],
+        shown: ScoredImages,
+        before: ScoredImages | None = None,
+        tracker_name: str = "contact_sheet",
+    ) -> None:
+        """Save a sheet of some rows, on the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        sources = None
+        if rows.sources is not None:
+            sources = {place: rows.images(number) for place, number in enumerate(numbers[:MAX_PROMPTS])}
+        prompts, folder = [rows.prompts[number] for number in numbers], Path(args.output_dir) / "contact_sheets"
+        sheet = save_scored_sheet(folder, name, title, prompts, shown, before, sources)
+        send_to_trackers(sheet, tracker_name, state.global_step, self.trackers)
