@@ -995,7 +995,7 @@ SEPARATE_SETS = [
         ("or not fields <= {", "or not fields >= {"),
     ),
     *_mutants("data/edit_prompts.py", f"{_SETS}TestData", ("layout != SEPARATE", "True")),
-    *_mutants("rewards/runner.py", f"{_SETS}test_refused", ("and SEPARATE in kinds:", "and False:")),
+    *_mutants("rewards/checks.py", f"{_SETS}test_refused", ("and SEPARATE in kinds:", "and False:")),
     *_mutants(
         "generation/image_files.py",
         "test_generate_grids.py::TestFlatImages",
