@@ -27,7 +27,7 @@ import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,9 +60,9 @@ from transformers import (
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout.sampler import EncodedRows, PromptEmbeddings, PromptEncoder
+from paco_trl.rollout.encoder import EncodedRows, PromptEmbeddings, PromptEncoder
 from paco_trl.tiny.flux import build_vae
-from paco_trl.trainer.rounds import RoundBuffer
+from paco_trl.trainer.rounds import TrainingRound
 from tiny_models import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 
 
@@ -396,12 +396,14 @@ class NothingEncoded(MeasuredEncoder):
     def encode(self, rows, numbers, scale=1.0, ahead=()) -> None:
         pass
 
-    def fetch(self, rows, numbers, scale=1.0) -> EncodedRows:
+    def fetch(self, of_round, numbers, scale=1.0) -> EncodedRows:
+        rows = of_round.rows
+
         def prepare(number: int) -> list[Image.Image]:
             return [self.family.prepare_image(self.pipeline, image, scale) for image in rows.images(number)]
 
-        encoded = {number: PromptEmbeddings({}) for number in numbers}
-        return EncodedRows(encoded, functools.cache(rows.row), functools.cache(prepare))
+        embeddings = {number: PromptEmbeddings({}) for number in numbers}  # a row has one call
+        return EncodedRows(embeddings, functools.cache(prepare))
 
 
 class EditingTrainer(PaCoGRPOTrainer):
@@ -414,7 +416,7 @@ class EditingTrainer(PaCoGRPOTrainer):
         self._current: Round | None = None
         self._weights: list[torch.Tensor] | None = None
         super().__init__(**kwargs)
-        self._own_inputs, self.sampler.inputs = self.sampler.inputs, self._inputs
+        self._own_inputs, self.policy.inputs = self.policy.inputs, self._inputs
         self.train_rows.images = functools.cache(self.train_rows.images)  # reading files is not in question
         transformer = self.accelerator.unwrap_model(self.model).get_base_model()
         transformer.register_forward_pre_hook(self._count_forward, with_kwargs=True)
@@ -436,8 +438,8 @@ class EditingTrainer(PaCoGRPOTrainer):
     def _trained_weights(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
-        self._current = Round(self.plan[round_index])
+    def _generate_and_score_completions(self, index: int) -> TrainingRound:
+        self._current = Round(self.plan[index])
         is_again = self._current.recipe == AGAIN
         # The same weights at the beginning of each round
         if self._weights is None:
@@ -446,8 +448,7 @@ class EditingTrainer(PaCoGRPOTrainer):
             weights.copy_(saved)
         self.optimizer.state.clear()
         # As the only round of a run: nothing is encoded yet
-        encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
-        self.prompt_encoder = self.sampler.prompt_encoder = encoder
+        self.policy.encoder = NothingEncoded(self) if is_again else MeasuredEncoder(self)
         for name in (*self.family.text_encoders, "vae"):
             getattr(self.pipeline, name).to(self.accelerator.device if is_again else "cpu")
         # The size of the images is that of the rows, which have been measured
@@ -456,28 +457,36 @@ class EditingTrainer(PaCoGRPOTrainer):
         self.watch.begin()
         with self.watch.section("scoring, bookkeeping"):
             # With the same number, that is with the same noise, in the same order
-            return super()._generate_and_score_completions(0)
+            round = super()._generate_and_score_completions(0)
+        round.index = index
+        return round
 
-    def _generate_round(self, *args, **recording):
-        with self.watch.section(DRAWING):
-            images, records = super()._generate_round(*args, **recording)
+    @contextmanager
+    def _generating(self, round: TrainingRound):
+        self._generated = round
+        with self.watch.section(DRAWING), super()._generating(round) as recording:
+            yield recording
+
+    def _roll_out(self, round: TrainingRound, batches: list):
+        scores = super()._roll_out(round, batches)
         with self.watch.section("digests"):
-            latents = [record.prev_sample for recorded in records for record in recorded]
-            pixels = [torch.from_numpy(np.array(image)) for image in images]
+            latents = [step.prev_sample for batch in batches for step in batch.steps]
+            pixels = [torch.from_numpy(np.array(completion.image)) for completion in round.completions]
             self._current.images = digest([*pixels, *latents])
-        return images, records
+        return scores
 
-    def _inputs(self, fetched: EncodedRows, numbers: list[int]):
+    def _inputs(self, encoded: EncodedRows, numbers: list[int]):
         if self._current.recipe == AGAIN:
             number = numbers[0]  # the images of a micro-batch are of one prompt
             encoder = MeasuredEncoder(self, is_resident=True)
             # Outside the autocast of generation, as everything that is encoded before it
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 encoder.encode(self.train_rows, [number], SCALE)
-            fresh, first = encoder.fetch(self.train_rows, [number], SCALE).encoded[number], fetched.encoded[number]
+            fresh = encoder.fetch(self._generated, [number], SCALE).embeddings[number]
+            first = encoded.embeddings[number]
             first.prompt, first.negative_prompt = fresh.prompt, fresh.negative_prompt
             first.image_latents = fresh.image_latents
-        return self._own_inputs(fetched, numbers)
+        return self._own_inputs(encoded, numbers)
 
     def training_step(self, *args, **kwargs):
         with self.watch.section(TRAINING):

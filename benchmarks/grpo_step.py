@@ -44,9 +44,9 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
-from paco_trl.rollout.sampler import EncodedRows
+from paco_trl.rollout.encoder import EncodedRows
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.rounds import RoundBuffer
+from paco_trl.trainer.rounds import TrainingRound
 from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 
 
@@ -288,9 +288,10 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.phase, self.encode_seconds = "rollout", []
         self._current: Round | None = None
         super().__init__(**kwargs)
-        self._own_inputs, self.sampler.inputs = self.sampler.inputs, self._inputs
+        self._own_inputs, self.policy.inputs = self.policy.inputs, self._inputs
+        self._own_scoring, self.scorer.scoring = self.scorer.scoring, self._scoring
         own_sde = self.schedule.sde
-        self.schedule.sde = lambda index: replace(own_sde(index), **recipes[self._current.recipe])
+        self.schedule.sde = lambda index: replace(own_sde(index), **recipes[self.plan[index][0]])
         transformer = self.accelerator.unwrap_model(self.model).get_base_model()
         count_forwards(transformer, watch.counts, self._kind)
         self._time_module(transformer, "transformer")
@@ -302,7 +303,6 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.pipeline.__class__ = _timed_class(type(self.pipeline), self)
         self._time_method(self.policy.scheduler, "step", "rollout: sampler's steps")
         self._time_method(self.accelerator, "backward", "training: backward")
-        self._time_method(self.rewards, "finish", "scoring: waiting for rewards, gathering")
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, CurvesCallback):
                 self._time_method(callback, "on_log", "trainer: curves")
@@ -333,9 +333,15 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _count_encode(self, module: nn.Module, args: tuple) -> None:
         self.watch.counts["encodes"] += args[0].shape[0]
 
+    @contextmanager
+    def _scoring(self, *args):
+        with self._own_scoring(*args) as scoring:
+            self._time_method(scoring, "finish", "scoring: waiting for rewards, gathering")
+            yield scoring
+
     # ---- A round ----
 
-    def _encode_round(self, *args) -> EncodedRows:
+    def _encode(self, *args) -> EncodedRows:
         """Encode the prompts, before the first round and ahead of others, and time each."""
         encode_prompt = self.family.encode_prompt
 
@@ -346,13 +352,13 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             return result
 
         self.family.encode_prompt = timed
-        encoded = super()._encode_round(*args)
+        encoded = super()._encode(*args)
         del self.family.encode_prompt
         return encoded
 
-    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
+    def _generate_and_score_completions(self, index: int) -> TrainingRound:
         self.end_round()
-        recipe, resolution, is_synchronized = self.plan[round_index]
+        recipe, resolution, is_synchronized = self.plan[index]
         self._current = Round(recipe, resolution, is_synchronized, self.round_plan.num_prompts)
         if self.loop is not None and recipe == DEFAULTS and (self.watch.device == "cpu" or not is_synchronized):
             for name, is_checkpointed in {LOOP: self.args.gradient_checkpointing, LOOP_STORED: False}.items():
@@ -361,15 +367,17 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         self.is_published = recipe == COSTS
         for name in self.family.text_encoders:
             getattr(self.pipeline, name).to(self.accelerator.device if self.is_published else "cpu")
-        self._generated_prompts: list[list[str]] = []
         self._current.memory_before = reset_peak_memory(self.watch.device)
         self.watch.is_synchronized = self._current.is_synchronized
         self.watch.begin()
         with self.watch.section("scoring: advantages, metrics, buffer"):
-            buffer = super()._generate_and_score_completions(round_index)
-        for index, entry in enumerate(entries_of(buffer)):
-            entry["prompts"] = self._generated_prompts[index // self.round_plan.num_trained_steps]
-        return buffer
+            round = super()._generate_and_score_completions(index)
+        self._prompts_of = {
+            id(step): [self.train_rows.prompts[sample.row] for sample in batch.samples]
+            for batch in round.micro_batches
+            for step in batch.steps
+        }
+        return round
 
     def end_round(self) -> None:
         if self._current is None:
@@ -382,12 +390,13 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         done.memory_peak = peak_memory(self.watch.device)
         self.rounds.append(done)
 
-    def _generate_round(self, *args, **recording):
+    @contextmanager
+    def _generating(self, round: TrainingRound):
         self.phase, started = "rollout", self.watch.now()
         with self.watch.section("rollout: recording, prompts, moving the VAE"):
-            generated = super()._generate_round(*args, **recording)
+            with super()._generating(round) as recording:
+                yield recording
         self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
-        return generated
 
     def _save_sheet(self, *args, **kwargs) -> None:
         with self.watch.section("scoring: contact sheet"):
@@ -399,33 +408,32 @@ class MeasuredTrainer(PaCoGRPOTrainer):
 
     # ---- The published recipe ----
 
-    def _encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def _encode_again(self, prompts: list[str]) -> dict[str, torch.Tensor]:
         with torch.no_grad(), self.watch.section(f"{self.phase}: tokenizers"):
             encoded = self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
         return {name: tensor.float() for name, tensor in encoded.items()}
 
-    def _inputs(self, fetched: EncodedRows, numbers: list[int]):
-        prompts = [self.train_rows.prompts[number] for number in numbers]
-        self._generated_prompts.append(prompts)
+    def _inputs(self, encoded: EncodedRows, calls: list[int]):
         if not self.is_published:
-            return self._own_inputs(fetched, numbers)
-        arguments = self._encode(prompts)
+            return self._own_inputs(encoded, calls)
+        arguments = self._encode_again([self.train_rows.calls[call].prompt for call in calls])
         return arguments, arguments, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         arguments = (inputs["record"], self.family, self.args.guidance_scale, inputs["sde"])
         if self.is_published:
+            prompts = self._prompts_of[id(inputs["record"])]
             # Their results are not needed here, only their cost: the numbers of both recipes are the same
             with torch.no_grad():
                 self.phase = "old policy"
-                self._encode(inputs["prompts"])
+                self._encode_again(prompts)
                 replay(model, *arguments)
                 self.phase = "reference"
-                self._encode(inputs["prompts"])
+                self._encode_again(prompts)
                 with self._reference(model) as reference:
                     replay(reference, *arguments)
             self.phase = "training"
-            self._encode(inputs["prompts"])
+            self._encode_again(prompts)
         self.phase = "training"
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

@@ -36,9 +36,10 @@ from PIL import Image
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path, load_image_set_prompts, split_grid, theme_question
 from paco_trl.rewards import ConsistencyReward, ServedJudge
+from paco_trl.rewards.scoring import RewardScorer
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.rounds import RoundBuffer
+from paco_trl.trainer.rounds import TrainingRound
 
 
 LATENCIES = (0.25, 0.5, 0.9, 2.0)  # multiples of a micro-batch's rollout
@@ -158,30 +159,40 @@ class OverlapTrainer(PaCoGRPOTrainer):
             "served": ConsistencyReward(judge),
             "blocking": BlockingReward(judge),
         }
-        self.runners = {}
+        self.scorers = {}
         for kind, reward in rewards.items():
-            self.runners[kind] = Rewards(reward).prepare(self.accelerator)
-            self.runners[kind].names = self.reward_func_names = ["consistency"]
-            self.runners[kind].add = self._recorded(self.runners[kind].add)
+            self.scorers[kind] = RewardScorer(Rewards(reward), self.accelerator)
+            self.scorers[kind].rewards.names = self.reward_func_names = ["consistency"]
+            self.scorers[kind].scoring = self._recorded(self.scorers[kind].scoring)
         self._micro_batch_seconds = 0.0
 
-    def _recorded(self, add):
-        def recorded(numbers, rows, images, state):
-            self.drawn.append((rows, images))
-            add(numbers, rows, images, state)
+    def _recorded(self, scoring):
+        @contextmanager
+        def recorded(round, state):
+            with scoring(round, state) as started:
+                add = started.add
+
+                def add_recorded(completions):
+                    rows, images = [round.row(done.row) for done in completions], [done.image for done in completions]
+                    self.drawn.append((rows, images))
+                    add(completions)
+
+                started.add = add_recorded
+                yield started
 
         return recorded
 
-    def _generate_and_score_completions(self, round_index: int) -> RoundBuffer:
-        kind, multiple = self.plan[round_index]
-        self.rewards, self.drawn = self.runners[kind], []
+    def _generate_and_score_completions(self, index: int) -> TrainingRound:
+        kind, multiple = self.plan[index]
+        self.scorer, self.drawn = self.scorers[kind], []
+        self.rewards = self.scorer.rewards
         latency = multiple * self._micro_batch_seconds
         self.server.restart_count(latency)
         before = clocks()
-        buffer = super()._generate_and_score_completions(round_index)
+        round = super()._generate_and_score_completions(index)
         spent = {name: seconds - before[name] for name, seconds in clocks().items()}
         questions = self.server.restart_count(latency)
-        metrics, count = buffer.metrics, len(self.drawn)
+        metrics, count = round.metrics, len(self.drawn)
         expected = 0 if kind == "instant" else PAIRS * self.round_plan.num_images
         if questions != expected or metrics["rewards/consistency/failure_rate"] > 0:
             raise SystemExit(f"A round of {kind}: {questions} questions instead of {expected}, or without answers.")
@@ -199,7 +210,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
         elif kind == "served":
             done["alone"] = self._seconds_alone() * count / min(count, SCORED_ALONE)
         self.rounds.append(done)
-        return buffer
+        return round
 
     def _seconds_alone(self) -> float:
         """Seconds in which the round's first images are scored when nothing else runs, one micro-batch after another."""

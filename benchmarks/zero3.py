@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -105,13 +106,15 @@ def work(setting: str, model: str, output: str) -> None:
     from paco_trl.rewards import redness_reward
 
     class Watched(PaCoGRPOTrainer):
-        def _generate_round(self, round_index, *args, **kwargs):
+        @contextmanager
+        def _generating(self, round):
             collectives.phase = "generation"
-            if round_index == 1:
+            if round.index == 1:
                 collectives.clear()
                 collectives.model = self.model
             try:
-                return super()._generate_round(round_index, *args, **kwargs)
+                with super()._generating(round) as recording:
+                    yield recording
             finally:
                 collectives.phase = "other"
 
