@@ -319,7 +319,7 @@ MUTANTS = [
     (P + "rounds.py", "anchor = completion.samples[0] if", "anchor = completions[0].samples[0] if", SETS + " -k own_first_panel"),
     (P + "prompt_rows.py", "elif family.prompt_sees_images:", "elif False:", SETS + " -k 'TestAnchored and refused'"),
     (P + "prompt_rows.py", "(len(sizes) + 1, \", with its first panel\")", "(len(sizes), \", with its first panel\")", SETS + " -k references_are_sources"),
-    (P + "rounds.py", "self.samples[:1] * len(batches[0].samples)", "self.samples[:1]", SETS + " -k make_up_the_numbers"),
+    (P + "rounds.py", "len(batches[0].samples)).without_completions()", "len(batches[0].samples))", SETS + " -k finishes_nothing"),
     (P + "rounds.py", "self.samples[place % num_samples], completion=None)", "self.samples[place % num_samples], completion=None, anchor=None)", SETS + " -k anchor_of_each"),
     (P + "policy.py", "anchors=anchors, **recording", "anchors=[], **recording", SETS + " -k users_calls"),
     (F + "flux.py", "        return image\n", "        return self.prepare_image(pipeline, image, 1.0)\n", SETS + " -k 'users_calls and kontext'"),
