@@ -46,6 +46,7 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
 from paco_trl.rollout.encoder import EncodedRows
 from paco_trl.tiny import build_tiny_flux
+from paco_trl.trainer.callbacks import ContactSheetsCallback
 from paco_trl.trainer.rounds import TrainingRound
 from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 
@@ -306,6 +307,8 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, CurvesCallback):
                 self._time_method(callback, "on_log", "trainer: curves")
+            if isinstance(callback, ContactSheetsCallback):
+                self._time_method(callback, "save", "scoring: contact sheet")
         self.add_callback(_RoundCallback(self))
 
     # ---- Hooks ----
@@ -397,10 +400,6 @@ class MeasuredTrainer(PaCoGRPOTrainer):
             with super()._generating(round) as recording:
                 yield recording
         self._rollout_seconds = self.watch.now() - started  # ends with images on the CPU: nothing is pending
-
-    def _save_sheet(self, *args, **kwargs) -> None:
-        with self.watch.section("scoring: contact sheet"):
-            super()._save_sheet(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
         with self.watch.section("training: loss, statistics"):

@@ -219,7 +219,7 @@ MUTANTS = [
     (T + "resuming.py", 'entry["step"] == state.global_step]', 'entry["step"] <= state.global_step]', PREEMPTION + " -k which_evaluation"),
     (T + "resuming.py", "return not is_there and (position % period == 0 or state.global_step >= state.max_steps)", "return not is_there and position % period == 0", PREEMPTION + " -k which_evaluation"),
     (T + "resuming.py", "or position < args.eval_delay:", "or position > args.eval_delay:", PREEMPTION + " -k which_evaluation"),
-    (T + "resuming.py", "eval_on_start and checkpoint is None", "eval_on_start", GRPO + "::TestEvaluation::test_one_on_start_is_not_repeated_by_a_resumed_run"),
+    (T + "resuming.py", 'kwargs.get("skip_scheduler") and self._resumed_from is not None', "False", GRPO + "::TestEvaluation::test_one_on_start_is_not_repeated_by_a_resumed_run"),
     # ---- Aggregation ----
     (R + "aggregation.py", "stds = torch.nanmean((rewards - means) ** 2, dim=0).sqrt()", "stds = (torch.nansum((rewards - means) ** 2, dim=0) / (len(rewards) - 1)).sqrt()", REWARDS + " -k TestCoefficientOfVariation"),
     (R + "aggregation.py", "mean > 0 and not negative else", "mean > 0 else", REWARDS + " -k TestCoefficientOfVariation"),

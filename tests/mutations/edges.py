@@ -78,13 +78,13 @@ REWARDS = [
     ),
     *_mutants(
         "rewards/judge_rewards.py",
-        "tests/test_model_cards.py::TestUse::test_both_codes_of_a_judge_give_the_same_score",
+        "test_model_cards.py::TestUse::test_both_codes_of_a_judge_give_the_same_score",
         ("self.question = question or trained or", "self.question = question or"),
         ("if trained not in (None, self.question):", "if trained != self.question:"),
     ),
     *_mutants(
         "data/pairs.py",
-        "tests/test_pairs.py::test_the_question_of_all_pairs",
+        "test_pairs.py::test_the_question_of_all_pairs",
         ("return None if question and question.startswith(", "return None if question and question.endswith("),
     ),
     *_mutants(
