@@ -107,10 +107,7 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
     Returns:
         `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
     """
-    last = {
-        (annotation.annotator, annotation.instance): annotation
-        for annotation, _ in checked_annotations(paths, instances)
-    }
+    last = {(found.annotator, found.instance): found for found, _ in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
     return sorted(last.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 
