@@ -18,7 +18,6 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
     paco-trl evaluate judge --judge_model X-GenGroup/PaCo-Reward-7B --output_dir results
 """
 
-import gc
 import json
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import release_memory
 from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
@@ -83,13 +83,7 @@ def run(*steps: Step) -> None:
             next(step, None)
         for step in steps:
             next(step, None)
-            _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()  # a judge and its hook on the model refer to one another
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+            release_memory()  # a judge and its hook on the model refer to one another
 
 
 def _load_benchmark(args) -> Dataset:
@@ -253,13 +247,13 @@ def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, 
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
         benchmarks.score_aesthetics(scorer, found, benchmark, args.output_dir, size)
         del scorer
-        _free_memory()
+        release_memory()
     for judge, tasks in work.items():
         loaded = arguments.load_judge(args, *judge)
         for task in tasks:
             task(loaded, found, benchmark, args.output_dir, size)
         del loaded
-        _free_memory()
+        release_memory()
 
 
 def _open_system(args: arguments.ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
