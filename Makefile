@@ -86,7 +86,7 @@ gpu:
 	@python3 -c "import ctypes; ctypes.CDLL('libcuda.so.1')" 2>/dev/null || \
 		{ echo "make gpu needs an NVIDIA GPU, and this machine has no CUDA driver." >&2; exit 1; }
 	$(if $(FOUND),,$(MAKE) .venv/.installed)
-	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(or $(OUT),gpu-output) \
+	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu/gpu.py --output $(or $(OUT),gpu-output) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
 # The group alone: mkdocstrings reads the package without importing it
@@ -102,7 +102,7 @@ quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:examples:tests $(BIN)/mypy benchmarks/*.py benchmarks/claims $(CALLS_ONLY)
+	MYPYPATH=$$(echo benchmarks/*/ | tr ' ' :):examples:tests $(BIN)/mypy benchmarks/*/*.py benchmarks/miniature/claims $(CALLS_ONLY)
 
 style: .venv/.installed
 	$(BIN)/ruff check --fix $(LINTED)

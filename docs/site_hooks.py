@@ -24,6 +24,10 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = {
     "index.md": "README.md",
     "benchmarks.md": "benchmarks/README.md",
+    **{
+        f"benchmarks/{path.parent.name}.md": f"benchmarks/{path.parent.name}/README.md"
+        for path in sorted((ROOT / "benchmarks").glob("*/README.md"))
+    },
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
@@ -166,7 +170,7 @@ def on_files(files, config):
         files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
     files.append(File.generated(config, "options.md", content=options_page()))
     files.append(File.generated(config, "commands.md", content=commands_page()))
-    for path in sorted((ROOT / "benchmarks").glob("*.png")):
+    for path in sorted((ROOT / "benchmarks").glob("*/*.png")):
         files.append(File.generated(config, f"benchmarks/{path.name}", abs_src_path=str(path)))
     for package in PACKAGES:
         files.append(File.generated(config, f"reference/{package or 'paco_trl'}.md", content=reference_page(package)))

@@ -27,8 +27,9 @@ from testing_utils import docstring
 
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
-PAGES = sorted([*(ROOT / name for name in NAMES), *(ROOT / "docs").glob("*.md")])
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = sorted([*(ROOT / name for name in NAMES), *BENCHMARKS.rglob("README.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGS = {config.__name__: config for config in (PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig)}
 OPTIONS_OF = {name: {field.name for field in dataclasses.fields(config)} for name, config in CONFIGS.items()}
 
@@ -134,9 +135,9 @@ class TestSnippets:
         for call in config_calls(code):
             assert {keyword.arg for keyword in call.keywords} <= OPTIONS_OF[call.func.id]
 
-    @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*/*.json")), ids=lambda path: path.stem)
     def test_the_numbers_of_a_benchmark_are_those_of_its_results(self, path):
-        text = text_of(ROOT / "benchmarks" / "README.md")
+        text = text_of(path.parent / "README.md")
         assert f"[`{path.name}`]({path.name})" in text
         ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"].values()
         numbers = [n for ratio in ratios for n in (ratio.values() if isinstance(ratio, dict) else [ratio])]

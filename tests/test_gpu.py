@@ -2,7 +2,7 @@
 """
 What only a GPU can show, with tiny models: `make gpu` runs it first, and without CUDA every test is skipped.
 
-`PACO_TRL_TEST_DEVICE=cpu` runs the same code on the CPU, which `benchmarks/gpu.py --rehearse` does.
+`PACO_TRL_TEST_DEVICE=cpu` runs the same code on the CPU, which `benchmarks/gpu/gpu.py --rehearse` does.
 """
 
 import os

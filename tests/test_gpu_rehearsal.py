@@ -15,7 +15,7 @@ from launching import ROOT
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
     import gpu
 
     return gpu

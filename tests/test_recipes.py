@@ -33,7 +33,7 @@ from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "paco_trl" / "recipes"
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks" / "memory"))
 
 from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs  # noqa: E402
 

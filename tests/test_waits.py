@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for a simulated GPU: the counts of `benchmarks/waits.py` (`make test-cuda` runs it)."""
+"""How often the host waits for a simulated GPU: the counts of `benchmarks/speed/waits.py` (`make test-cuda` runs it)."""
 
 import os
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture
 def waits(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "speed"))
     import waits
 
     return waits

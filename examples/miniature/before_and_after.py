@@ -3,7 +3,7 @@
 Plot sets before and after training, above each other, from the same noise.
 
 As a script, for the front page: `python -m miniature.before_and_after --demo demo-output --output before_and_after.png`,
-with the means of the three trainings of `benchmarks/miniature.json`.
+with the means of the three trainings of `benchmarks/miniature/miniature.json`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from .world import PromptSpec
 Truth = SetTruth | EditTruth
 SHOWN = 6
 _TEXT_WIDTH = 1.12  # of the width of a set
-MEANS = Path(__file__).parents[2] / "benchmarks" / "miniature.json"
+MEANS = Path(__file__).parents[2] / "benchmarks" / "miniature" / "miniature.json"
 RED, GREEN = "#d0201b", "#1a7f37"
 
 

@@ -63,10 +63,9 @@ def complete_config(args: TrainingArguments) -> None:
 def check_compiled_blocks(args: TrainingArguments) -> None:
     """Refuse compiled blocks with ZeRO-3, whose hooks gather the weights of each layer within them."""
     if args.compile_repeated_blocks and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
-            "`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3: compiling does not end, as its hooks "
-            "break the graphs. Unset it, or launch with `multi_gpu.yaml` or `zero2.yaml`."
-        )
+        problem = "does not work with DeepSpeed ZeRO-3: compiling does not end, as its hooks break the graphs"
+        cure = "Unset it, or launch with `multi_gpu.yaml` or `zero2.yaml`"
+        raise ValueError(f"`compile_repeated_blocks=True` {problem}. {cure}.")
 
 
 def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config: dict) -> None:

@@ -2,8 +2,8 @@
 """
 Measure how much of a served judge's latency is hidden behind generation, and the requests per image.
 
-    python benchmarks/reward_overlap.py
-    python benchmarks/reward_overlap.py --quick --output runs/reward_overlap.json      # does it run?
+    python benchmarks/speed/reward_overlap.py
+    python benchmarks/speed/reward_overlap.py --quick --output runs/reward_overlap.json      # does it run?
 
 Real rounds of `PaCoGRPOTrainer` on a CPU, with the tiny FLUX. The judge is the tests' server in a separate process,
 which waits for as long as a judge would compute and computes nothing. Its latency follows the rollout: before each
@@ -72,7 +72,7 @@ CRITERIA = {
 
 def serve(connection) -> None:
     """The tests' server, until the other end hangs up: sets its latency, and says how many questions came."""
-    path = Path(__file__).parent.parent / "tests" / "judge_server.py"
+    path = Path(__file__).parents[2] / "tests" / "judge_server.py"
     spec = importlib.util.spec_from_file_location("judge_server", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=int, default=24, help="of a round, one image each; a multiple of 4")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="small and few: does it run?")
-    parser.add_argument("--output", default="benchmarks/reward_overlap.json")
+    parser.add_argument("--output", default="benchmarks/speed/reward_overlap.json")
     args = parser.parse_args()
     if args.quick:
         args.pixels, args.num_inference_steps, args.micro_batches = 64, 10, 12

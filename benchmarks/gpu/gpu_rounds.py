@@ -3,7 +3,8 @@
 Measure rounds of `PaCoGRPOTrainer` with FLUX.1-dev, FLUX.1-Kontext or Qwen-Image-Edit, setting next to setting: steps of
 `gpu.py`.
 
-    PYTHONPATH=tests python benchmarks/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
+    export PYTHONPATH=tests:benchmarks/speed:benchmarks/memory
+    python benchmarks/gpu/gpu_rounds.py --sweep flux-512 --real --device cuda --output gpu_flux-512.json
 
 The models have the real configs and random weights, but text encoders of one layer unless a run asks for the real ones.
 Each run of a sweep builds its own model, and results are written after each one. What cannot be done here (too little
@@ -42,7 +43,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.plots.figures import new_figure, png_bytes
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.tiny import build_tiny_flux
-from tiny_models import build_tiny_clip
+from paco_trl.tiny.clip import build_tiny_clip
 
 
 # Dense bf16 operations a second, by the exact name of the card (data sheets of the SXM modules)

@@ -3,7 +3,7 @@
 Train sets of separate images of the toy world, whose truth is read from pixels, and compare them with a grid.
 
     PYTHONPATH=examples python -m miniature.pretraining.train_panels --output_dir toy-models   # 10 minutes on one core
-    python benchmarks/separate_sets.py --models toy-models --work_dir miniature-benchmark      # about an hour
+    python benchmarks/miniature/separate_sets.py --models toy-models --work_dir miniature-benchmark      # about an hour
 
 A set is one image of 128 pixels, or four of 64 in as many steps: independent, from shared noise, or anchored, the first
 the source of the others. The prompts leave the figure's color and accessory open, so that the panels of a set must agree on

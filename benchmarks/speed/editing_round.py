@@ -3,8 +3,8 @@
 What a round of editing with its two optimizer steps costs: encoding once, and reading sources at training size.
 
     export PYTHONPATH=tests
-    OMP_NUM_THREADS=1 python benchmarks/editing_round.py                               # both models, reduced
-    python benchmarks/editing_round.py --real --device cuda --dtype bfloat16 --model kontext --generations 16
+    OMP_NUM_THREADS=1 python benchmarks/speed/editing_round.py                               # both models, reduced
+    python benchmarks/speed/editing_round.py --real --device cuda --dtype bfloat16 --model kontext --generations 16
 
 Real rounds of `PaCoGRPOTrainer` with the paper's settings for FLUX.1-Kontext and Qwen-Image-Edit, random weights, and
 three recipes that take turns in one run:
@@ -701,7 +701,7 @@ def main() -> None:
         "--repeats", type=int, default=2, help=f"of {len(TURNS)} rounds, not counting the first, which warms up"
     )
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/editing_round.json")
+    parser.add_argument("--output", default="benchmarks/speed/editing_round.json")
     args = parser.parse_args()
     if args.width is not None and (args.width < HEAD or args.width % HEAD):
         parser.error(f"--width is {args.width}, but heads have {HEAD} channels: give a multiple of it.")

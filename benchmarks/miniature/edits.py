@@ -2,7 +2,7 @@
 """
 Train the toy FLUX Kontext of `examples/miniature` on the scores of its judge, with several seeds, and read the truth.
 
-    python benchmarks/edits.py  # about ten minutes on one core
+    python benchmarks/miniature/edits.py  # about ten minutes on one core
 
 Finished trainings are kept in `--work_dir`. Intervals are bootstrapped over the test edits of all seeds together.
 """

@@ -2,8 +2,8 @@
 """
 How often the host waits for the device: blocking copies in either direction, and values or sizes that Python reads.
 
-    python benchmarks/waits.py                       # on a simulated GPU, which it builds (see tests/simulated_cuda)
-    python benchmarks/waits.py --only grpo judge-training
+    python benchmarks/speed/waits.py                       # on a simulated GPU, which it builds (see tests/simulated_cuda)
+    python benchmarks/speed/waits.py --only grpo judge-training
 
 Each scenario trains tiny models. Counted are the waits of a denoising step, a micro-step of training or a batch of
 scoring, by the line of the package that waits, after the first round, whose checks are its own. A wait is one whatever
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(ROOT / "paco_trl") + os.sep
 GRPO: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -235,10 +235,10 @@ def count_clip_t(folder: Path) -> Waits:
     """Score 16 panels in one call."""
     from PIL import Image
 
+    from paco_trl import tiny
     from paco_trl.rewards import ClipTReward
-    from tiny_models import build_tiny_clip
 
-    reward = ClipTReward(build_tiny_clip(folder / "clip"), device="cuda")
+    reward = ClipTReward(tiny.build_tiny_clip(folder / "clip"), device="cuda")
     images = [Image.new("RGB", (64, 64), (8 * i, 0, 0)) for i in range(16)]
     texts = ["a red panda", "a fox", "a bear", "a wolf"]
     arguments = {"prompts": ["x"] * 4, "completions": images[:4], "panels": [texts] * 4}

@@ -2,8 +2,8 @@
 """
 Measure scoring an image set by the criteria of T2IS-Bench against querying one pair and criterion at a time.
 
-    OMP_NUM_THREADS=1 python benchmarks/t2is_scoring.py                   # a small Qwen2.5-VL
-    python benchmarks/t2is_scoring.py --model_size real --device cuda --dtype bfloat16
+    OMP_NUM_THREADS=1 python benchmarks/speed/t2is_scoring.py                   # a small Qwen2.5-VL
+    python benchmarks/speed/t2is_scoring.py --model_size real --device cuda --dtype bfloat16
 
 A set has four images of 512 x 512 pixels, six pairs and ten criteria: sixty questions. The other way is that of the
 benchmark's own script, which asks them one after the other, with both images through the vision tower each time. Prints
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[8, 60], help="60 is a set in one batch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/t2is_scoring.json")
+    parser.add_argument("--output", default="benchmarks/speed/t2is_scoring.json")
     args = parser.parse_args()
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, for quartiles")

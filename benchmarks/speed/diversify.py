@@ -2,8 +2,8 @@
 """
 How long diversification takes, how much memory, and how much more it covers than random prompts.
 
-    OMP_NUM_THREADS=1 python benchmarks/diversify.py
-    python benchmarks/diversify.py --rows 5000 --select 50 --output runs/diversify.json      # does it run?
+    OMP_NUM_THREADS=1 python benchmarks/speed/diversify.py
+    python benchmarks/speed/diversify.py --rows 5000 --select 50 --output runs/diversify.json      # does it run?
 
 The embeddings are planted: subjects of very different frequency (the k-th as often as 1 / k), each with its prompts
 around it, and every tenth prompt a near-copy of another one. Memory is the peak of a separate process, given along with
@@ -26,6 +26,7 @@ from paco_trl.dataset_building.diversify import diversify
 
 
 DUPLICATES = 0.95
+COVERAGE = 0.8
 GIB = 2**20  # in the KiB that Linux counts
 
 
@@ -53,15 +54,17 @@ def peak() -> float:
 def measure(args: argparse.Namespace) -> dict:
     embeddings = planted(args.rows, args.dimensions, args.subjects)
     before, started, worked = peak(), time.perf_counter(), time.process_time()
-    selected, report = diversify(embeddings, args.select, DUPLICATES)
+    result = diversify(embeddings, args.select, duplicate_threshold=DUPLICATES, coverage_threshold=COVERAGE)
     seconds, worked = time.perf_counter() - started, time.process_time() - worked
-    chosen = embeddings[selected]
+    chosen = embeddings[result.indices]
     return {
         "seconds": round(seconds, 1),
         "processor seconds": round(worked, 1),
         "peak memory, GiB": round(peak(), 3),
         "peak memory before it begins, GiB": round(before, 3),
-        **{name: report[name] for name in ("coverage", "coverage of random ones", "near-duplicates left out")},
+        "coverage": round(result.coverage, 4),
+        "coverage of random ones": round(result.coverage_of_random, 4),
+        "near-duplicates left out": result.num_duplicates,
         "largest similarity between two selected": round(float(np.triu(chosen @ chosen.T, 1).max()), 4),
     }
 

@@ -3,8 +3,8 @@
 Measure a training step of PaCo-Reward against the same step with the logits of the full vocabulary, with a
 differentiated vision tower, with random batches and without workers; and the checks of the images. In one run.
 
-    python benchmarks/reward_training.py                                  # a small Qwen2.5-VL with random weights
-    python benchmarks/reward_training.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
+    python benchmarks/speed/reward_training.py                                  # a small Qwen2.5-VL with random weights
+    python benchmarks/speed/reward_training.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
 
 Prints and saves ratios; the figures behind them depend on the machine. On the CPU, times of steps are those of the
 processor, which other work on the machine does not change as much.
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/reward_training.json")
+    parser.add_argument("--output", default="benchmarks/speed/reward_training.json")
     args = parser.parse_args()
 
     Path(args.folder).mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 """
 Run every measurement that needs a GPU, one after the other: what `make gpu` does.
 
-    python benchmarks/gpu.py                                  # on a machine with one NVIDIA GPU
-    python benchmarks/gpu.py --steps tests flux-512           # some of the steps
-    python benchmarks/gpu.py --rehearse                       # small models on the CPU, to see that all of it runs
+    python benchmarks/gpu/gpu.py                                  # on a machine with one NVIDIA GPU
+    python benchmarks/gpu/gpu.py --steps tests flux-512           # some of the steps
+    python benchmarks/gpu/gpu.py --rehearse                       # small models on the CPU, to see that all of it runs
 
 Each step is a process with its own time limit, and writes `gpu_<step>.json` to the output directory as its results come.
 A step that fails, takes too long or does not fit in memory does not stop the others; the exit code is then 1. Nothing is
@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 
-BENCHMARKS = Path(__file__).resolve().parent
-ROOT = BENCHMARKS.parent
+HERE = Path(__file__).resolve().parent
+BENCHMARKS, ROOT = HERE.parents[:2]
 
 
 # Minutes of each step, 30 together, and its command line. A step may also use what those before it left of theirs
@@ -71,7 +71,7 @@ def command_of(name: str, args: argparse.Namespace, folder: str) -> list[str]:
     words += ["--output", str(result_of(name, args)), "--folder", folder]
     if args.num_generations is not None and script == "gpu_rounds.py":
         words += ["--num_generations", str(args.num_generations)]
-    return [str(BENCHMARKS / script), *words]
+    return [str(HERE / script), *words]
 
 
 def result_of(name: str, args: argparse.Namespace) -> Path:
@@ -80,7 +80,8 @@ def result_of(name: str, args: argparse.Namespace) -> Path:
 
 def environment() -> dict[str, str]:
     """Variables of a step: offline, on one GPU, and with this checkout's modules."""
-    paths = [str(ROOT), str(BENCHMARKS), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [ROOT, HERE, BENCHMARKS / "speed", BENCHMARKS / "memory", ROOT / "tests"]
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return {"CUDA_VISIBLE_DEVICES": "0", **os.environ, **own}
 
@@ -146,7 +147,7 @@ def result_lines(report: dict) -> list[str]:
 
 
 def markdown(reports: dict[Path, dict]) -> str:
-    """Every ratio of the results as text for `benchmarks/README.md`, where a test looks for them."""
+    """Every ratio of the results as text for `benchmarks/gpu/README.md`, where a test looks for them."""
     lines = []
     for path, report in reports.items():
         lines += [f"[`{path.name}`]({path.name}), {report['machine']['device']}:", ""]
@@ -200,10 +201,10 @@ def main(arguments: list[str] | None = None) -> int:
     reports = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     print_table(console, steps, reports, args)
     text.write_text(markdown(reports), encoding="utf-8")
-    console.print("Files to commit to benchmarks/" + (", had it not been a rehearsal:" if args.rehearse else ":"))
+    console.print("Files to commit to benchmarks/gpu/" + (", had it not been a rehearsal:" if args.rehearse else ":"))
     for path in [*reports, *([figure] if figure.exists() else [])]:
         console.print(f"  {path}", markup=False, soft_wrap=True)
-    console.print(f"Their figures, for benchmarks/README.md: {text}", markup=False, soft_wrap=True)
+    console.print(f"Their figures, for benchmarks/gpu/README.md: {text}", markup=False, soft_wrap=True)
     return 0 if all(step["result"] == "done" for step in steps.values()) else 1
 
 

@@ -2,7 +2,7 @@
 """
 Show that a change of the code changes no number: train tiny models with two commits, and compare every bit.
 
-    python benchmarks/same_numbers.py --base <commit>
+    python benchmarks/upkeep/same_numbers.py --base <commit>
 
 Each case is a seeded training on the CPU, or a command that generates images, in a process forked from one that has
 imported the code. Compared are the images that rewards get, all results of the functions below, all that is logged but
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = (
     "sde_step", "group_advantages", "clipped_surrogate", "guarded_surrogate",
     "gaussian_kl", "nft_loss", "matching_log_prob",
@@ -401,12 +401,14 @@ def digests_of_base(commit: str, cases: list[str], models: Path, folder: Path, k
     """Return the digests of another commit, without running cases whose digests are kept in a file."""
     name = subprocess.run(["git", "-C", str(ROOT), "rev-parse", commit], check=True, capture_output=True, text=True)
     patterns = (
-        "benchmarks/same_numbers.py",
         "paco_trl/tiny/*.py",
         "paco_trl/templates/tiny*",
         "tests/tiny_models/*.*",
     )
-    code = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    code = [
+        Path(__file__).read_text(),
+        *(path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))),
+    ]
     source = [name.stdout.strip(), digest(code)]
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     results = known["digests"] if known.get("source") == source else {}

@@ -2,7 +2,8 @@
 """
 Measure a judge of the size of Qwen2.5-VL-7B, random weights in bf16, next to its alternatives: three steps of `gpu.py`.
 
-    PYTHONPATH=tests python benchmarks/gpu_judge.py --part scoring --real --device cuda --output gpu_judge-scoring.json
+    export PYTHONPATH=tests:benchmarks/speed:benchmarks/memory
+    python benchmarks/gpu/gpu_judge.py --part scoring --real --device cuda --output gpu_judge-scoring.json
 
 Scoring: all pairs of a set by `PaCoReward.score` and by the published usage, pair by pair. Training: a LoRA step of
 `PaCoRewardTrainer`, the same from the logits of every position, with a differentiated vision tower, without cuDNN's

@@ -2,8 +2,8 @@
 """
 Measure the time, memory and disk space of cutting the grids of a full dataset, pairing the panels, and saving both.
 
-    python benchmarks/dataset.py                  # 708 prompts x 4 seeds of 2x2 panels, 1024 x 1024 pixels: the paper's
-    python benchmarks/dataset.py --prompts 40     # a quick look
+    python benchmarks/speed/dataset.py                  # 708 prompts x 4 seeds of 2x2 panels, 1024 x 1024 pixels: the paper's
+    python benchmarks/speed/dataset.py --prompts 40     # a quick look
 
 The grids are a few different images, hard-linked under the names of the others: each is still read, cut, compressed and
 hashed separately. The stages run in a separate process, whose memory is sampled.
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", help="directory for 5 GB of images, removed at the end; by default a temporary one"
     )
-    parser.add_argument("--output", default="benchmarks/dataset.json")
+    parser.add_argument("--output", default="benchmarks/speed/dataset.json")
     args = parser.parse_args()
 
     folder = Path(tempfile.mkdtemp(prefix="dataset-benchmark-", dir=args.folder))

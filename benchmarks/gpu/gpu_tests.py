@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["PACO_TRL_TEST_DEVICE"] = args.device
     results = Results(args.output, args.device)
-    tests = Path(__file__).resolve().parent.parent / "tests" / "test_gpu.py"
+    tests = Path(__file__).resolve().parents[2] / "tests" / "test_gpu.py"
     words = [str(tests), "-m", "gpu", "-q", "-p", "no:cacheprovider", *([] if args.real else ["-k", REHEARSED])]
     code = pytest.main(words, plugins=[results])
     failed = [name for name, outcome in results.outcomes.items() if outcome == "failed"]

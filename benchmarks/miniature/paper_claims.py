@@ -2,9 +2,9 @@
 """
 Test claims of the PaCo-RL paper on the toy models of `examples/miniature`, with several seeds.
 
-    python benchmarks/miniature.py --claims first_token              # about 20 minutes on one core
-    python benchmarks/miniature.py --claims resolution log_tame sde  # about an hour and a half
-    python benchmarks/miniature.py --claims                          # only results and plot, of finished runs
+    python benchmarks/miniature/paper_claims.py --claims first_token              # about 20 minutes on one core
+    python benchmarks/miniature/paper_claims.py --claims resolution log_tame sde  # about an hour and a half
+    python benchmarks/miniature/paper_claims.py --claims                          # only results and plot, of finished runs
 
 Each run is kept in `--work_dir` and not repeated; two of these commands can run at the same time with different
 `--seeds`. Truth is read from pixels. Intervals are bootstrapped over test prompts, or held-out rankings, of all seeds together.

@@ -2,7 +2,7 @@
 """
 What DeepSpeed ZeRO-3 gathers, when, and in how many calls, with the settings of `zero3.yaml` and with others.
 
-    OMP_NUM_THREADS=1 python benchmarks/zero3.py
+    OMP_NUM_THREADS=1 python benchmarks/memory/zero3.py
 
 Each setting trains two rounds of [`PaCoGRPOTrainer`] on two CPU processes, with collectives that are counted; the second
 round is reported. The model is a FLUX with 8 double-stream and 16 single-stream blocks of 256 channels in place of 19 and
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/zero3.json")
+    parser.add_argument("--output", default="benchmarks/memory/zero3.json")
     parser.add_argument("--work", nargs=3, metavar=("SETTING", "MODEL", "OUTPUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

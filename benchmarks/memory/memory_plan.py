@@ -2,7 +2,7 @@
 """
 Compare the memory plan of `paco-trl doctor` with allocations that were measured, and make the table of cards.
 
-    PYTHONPATH=tests python benchmarks/memory_plan.py --output runs/memory_plan.json
+    PYTHONPATH=tests python benchmarks/memory/memory_plan.py --output runs/memory_plan.json
 
 The plan runs forwards and backwards on tensors without data. Measured is what PyTorch's allocator reports
 (`torch.profiler`) while the same phase runs with real weights on the CPU, through the trainer's own generation and

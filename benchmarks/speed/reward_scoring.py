@@ -2,8 +2,8 @@
 """
 Measure scoring all pairs of an image set against the published usage example run pair by pair, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/reward_scoring.py                 # the tiny Qwen2.5-VL
-    python benchmarks/reward_scoring.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
+    OMP_NUM_THREADS=1 python benchmarks/speed/reward_scoring.py                 # the tiny Qwen2.5-VL
+    python benchmarks/speed/reward_scoring.py --model_size real --device cuda --dtype bfloat16 --panel_size 512
 
 Prints and saves ratios of pairs per second and of peak memory; the figures behind them depend on the machine. Scores
 are compared in the dtype of the run and, whatever that is, in float32.
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/reward_scoring.json")
+    parser.add_argument("--output", default="benchmarks/speed/reward_scoring.json")
     args = parser.parse_args()
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, for quartiles")

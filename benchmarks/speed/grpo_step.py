@@ -2,10 +2,10 @@
 """
 Measure a round of PaCo-GRPO with its optimizer steps against the published recipe, in one run.
 
-    python benchmarks/grpo_step.py                                        # the tiny FLUX
-    python benchmarks/grpo_step.py --size medium --repeats 3 --output benchmarks/grpo_step_medium.json
-    python benchmarks/grpo_step.py --published <clone of https://github.com/X-GenGroup/PaCo-RL>
-    python benchmarks/grpo_step.py --size flux-dev --device cuda --dtype bfloat16 --resolutions 512 --batch_sizes 1 4
+    python benchmarks/speed/grpo_step.py                                        # the tiny FLUX
+    python benchmarks/speed/grpo_step.py --size medium --repeats 3 --output benchmarks/speed/grpo_step_medium.json
+    python benchmarks/speed/grpo_step.py --published <clone of https://github.com/X-GenGroup/PaCo-RL>
+    python benchmarks/speed/grpo_step.py --size flux-dev --device cuda --dtype bfloat16 --resolutions 512 --batch_sizes 1 4
 
 Real rounds of `PaCoGRPOTrainer`, timed by hooks around the model calls: with the defaults and with short tails
 (`tail_steps`).
@@ -734,7 +734,7 @@ def main() -> None:
         "--repeats", type=int, default=5, help="rounds of each kind, not counting the first, which warms up"
     )
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/grpo_step.json")
+    parser.add_argument("--output", default="benchmarks/speed/grpo_step.json")
     args = parser.parse_args()
     size = SIZES[args.size]
     args.resolutions = args.resolutions or list(size.resolutions)

@@ -2,8 +2,8 @@
 """
 What recording a rollout and replaying a step cost, side by side with the plain pipeline, in one run.
 
-    python benchmarks/rollout_overhead.py                  # a small FLUX with random weights
-    python benchmarks/rollout_overhead.py --device cuda --dtype bfloat16 --layers 19 --single_layers 38 --width 24
+    python benchmarks/speed/rollout_overhead.py                  # a small FLUX with random weights
+    python benchmarks/speed/rollout_overhead.py --device cuda --dtype bfloat16 --layers 19 --single_layers 38 --width 24
 
 Prints and saves ratios; the times behind them depend on the machine.
 """
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", default="runs/benchmark")
-    parser.add_argument("--output", default="benchmarks/rollout_overhead.json")
+    parser.add_argument("--output", default="benchmarks/speed/rollout_overhead.json")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
 
