@@ -48,7 +48,7 @@ def tiny_qwen(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory) -> Path:
     """Folder of a tiny CLIP."""
-    from paco_trl.tiny import build_tiny_clip
+    from tiny_models import build_tiny_clip
 
     return build_tiny_clip(tmp_path_factory.mktemp("models") / "tiny-clip")
 

@@ -21,9 +21,9 @@ from paco_trl.commands import evaluate as script
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.columns import typed_dataset
 from paco_trl.hub.settings import ImageModelCard, save_settings
-from paco_trl.tiny import build_tiny_clip, build_tiny_flux_kontext
 from paco_trl.utils.chat import EndpointUnavailableError
 from test_gedit import PROMPTS_FILE
+from tiny_models import build_tiny_clip, build_tiny_flux_kontext
 
 
 ROOT = Path(__file__).parent.parent

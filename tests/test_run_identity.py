@@ -36,7 +36,7 @@ from paco_trl import (
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.families.flux import FluxFamily
-from paco_trl.tiny import build_tiny_clip, build_tiny_qwen2_5_vl
+from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
 from paco_trl.utils.fingerprint import (
@@ -49,6 +49,7 @@ from paco_trl.utils.fingerprint import (
 from paco_trl.utils.text import differences
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
+from tiny_models import build_tiny_clip
 
 
 SETTINGS = {"use_cpu": True, "bf16": False, "report_to": "none"}

@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from launching import ROOT, free_port
-from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, tiny
+from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import doctor
 from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.comparison_app import Comparison
@@ -29,6 +29,7 @@ from paco_trl.rollout.rounds import Batch
 from test_gpu import ADAPTER, ON_DEVICE, check_ratio, check_same_and_moved, devices_of
 from test_paco_reward_trainer import mixed
 from testing_utils import LORA, SMALL_RUN, are_equal
+from tiny_models import build_tiny_clip, build_tiny_qwen2_5_vl
 
 
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))
@@ -48,7 +49,7 @@ EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
 def models(tmp_path_factory) -> dict[str, str]:
     """Directories of a tiny CLIP and a tiny judge."""
     folder = tmp_path_factory.mktemp("models")
-    built = {"clip": tiny.build_tiny_clip(folder / "clip"), "judge": tiny.build_tiny_qwen2_5_vl(folder / "judge")}
+    built = {"clip": build_tiny_clip(folder / "clip"), "judge": build_tiny_qwen2_5_vl(folder / "judge")}
     return {name: str(path) for name, path in built.items()}
 
 

@@ -160,7 +160,7 @@ def test_an_answer_that_cannot_be_used_stops_nothing(server, said, problem):
         server.fault = lambda number: said if server.requests[number]["seed"] == 1 else None
     replies = dict(server.endpoint().ask_all(ChatRequest(HELLO, seed, 9, 1.0) for seed in range(3)))
     assert [replies[seed].text for seed in range(3)] == ["Hello, you.", None, "Hello, you."]
-    assert problem in replies[1].problem
+    assert problem in replies[1].reason
 
 
 def test_no_more_at_once_than_allowed_and_each_when_there_is_room(server):

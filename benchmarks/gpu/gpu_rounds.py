@@ -43,7 +43,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.plots.figures import new_figure, png_bytes
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.tiny.clip import build_tiny_clip
+from tiny_models import build_tiny_clip
 
 
 # Dense bf16 operations a second, by the exact name of the card (data sheets of the SXM modules)

@@ -26,7 +26,6 @@ from paco_trl.dataset_building.diversify import diversify
 
 
 DUPLICATES = 0.95
-COVERAGE = 0.8
 GIB = 2**20  # in the KiB that Linux counts
 
 
@@ -54,17 +53,15 @@ def peak() -> float:
 def measure(args: argparse.Namespace) -> dict:
     embeddings = planted(args.rows, args.dimensions, args.subjects)
     before, started, worked = peak(), time.perf_counter(), time.process_time()
-    result = diversify(embeddings, args.select, duplicate_threshold=DUPLICATES, coverage_threshold=COVERAGE)
+    selected, report = diversify(embeddings, args.select, DUPLICATES)
     seconds, worked = time.perf_counter() - started, time.process_time() - worked
-    chosen = embeddings[result.indices]
+    chosen = embeddings[selected]
     return {
         "seconds": round(seconds, 1),
         "processor seconds": round(worked, 1),
         "peak memory, GiB": round(peak(), 3),
         "peak memory before it begins, GiB": round(before, 3),
-        "coverage": round(result.coverage, 4),
-        "coverage of random ones": round(result.coverage_of_random, 4),
-        "near-duplicates left out": result.num_duplicates,
+        **{name: report[name] for name in ("coverage", "coverage of random ones", "near-duplicates left out")},
         "largest similarity between two selected": round(float(np.triu(chosen @ chosen.T, 1).max()), 4),
     }
 

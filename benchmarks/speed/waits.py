@@ -235,10 +235,10 @@ def count_clip_t(folder: Path) -> Waits:
     """Score 16 panels in one call."""
     from PIL import Image
 
-    from paco_trl import tiny
     from paco_trl.rewards import ClipTReward
+    from tiny_models import build_tiny_clip
 
-    reward = ClipTReward(tiny.build_tiny_clip(folder / "clip"), device="cuda")
+    reward = ClipTReward(build_tiny_clip(folder / "clip"), device="cuda")
     images = [Image.new("RGB", (64, 64), (8 * i, 0, 0)) for i in range(16)]
     texts = ["a red panda", "a fox", "a bear", "a wolf"]
     arguments = {"prompts": ["x"] * 4, "completions": images[:4], "panels": [texts] * 4}

@@ -18,7 +18,6 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
     paco-trl evaluate judge --judge_model X-GenGroup/PaCo-Reward-7B --output_dir results
 """
 
-import gc
 import json
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import release_memory
 from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
@@ -52,15 +52,7 @@ from ..utils.files import find_adapter_file, read_record, sole_writer, write_ato
 from ..utils.fingerprint import file_digest, model_files
 from ..utils.names import public_name
 from ..utils.stage_folder import StageFolder
-from .evaluate_arguments import (
-    SERVED_ONLY,
-    GenerateArguments,
-    ImagesArguments,
-    PromptsArguments,
-    ReportArguments,
-    ScoreArguments,
-    load_judge,
-)
+from . import evaluate_arguments as arguments
 from .evaluate_judge import OF_JUDGES, JudgeArguments, evaluate
 from .evaluate_prompts import evaluate_prompts, load_run_card
 from .parser import refuse_unused, run_stage
@@ -91,13 +83,7 @@ def run(*steps: Step) -> None:
             next(step, None)
         for step in steps:
             next(step, None)
-            _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()  # a judge and its hook on the model refer to one another
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+            release_memory()  # a judge and its hook on the model refer to one another
 
 
 def _load_benchmark(args) -> Dataset:
@@ -115,7 +101,7 @@ def _load_benchmark(args) -> Dataset:
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
-def _load_as_trained(args: GenerateArguments | ImagesArguments) -> Dataset:
+def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments) -> Dataset:
     """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
     card = load_run_card(args.adapter) if args.benchmark != "gedit" else None
     run = {} if card is None else card.settings
@@ -154,10 +140,7 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *how), settings
 
 
-################
-# 1. Generate
-################
-def generate(args: GenerateArguments) -> Step:
+def generate(args: arguments.GenerateArguments) -> Step:
     """Generate the images of one system."""
     if args.benchmark == "gedit":
         refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
@@ -198,15 +181,12 @@ def generate(args: GenerateArguments) -> Step:
             Console().print(f"The images are in {escape(str(folder.images))}.")
 
 
-################
-# 2. Score
-################
-def score(args: ScoreArguments) -> Step:
+def score(args: arguments.ScoreArguments) -> Step:
     """Score the images of one system."""
     is_gedit = args.benchmark == "gedit"
     refuse_unused(args, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
     if args.judge_url is None and args.alignment_url is None:
-        refuse_unused(args, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
+        refuse_unused(args, arguments.SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
     for name, unused in _NEEDED.items():
         if getattr(args, name) is None:
             refuse_unused(args, unused, f"without `--{name}`")
@@ -226,7 +206,7 @@ def score(args: ScoreArguments) -> Step:
         _score_t2is(args, scorers, benchmark, found)
 
 
-def _edit_judge(args: ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
+def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
     if args.judge_url is None or args.judges is None or len(args.judges) != 1:
         raise ValueError("`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`.")
     edit_protocol(args.protocol, args.gedit_repo)
@@ -236,7 +216,7 @@ def _edit_judge(args: ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
     return endpoint
 
 
-def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
+def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list]:
     """List the scores that each judge is asked for, by its name and address; check that each is there."""
     # One model at a time, and one that is asked for both things once
     work: dict[tuple[str, str | None], list] = {}
@@ -254,32 +234,29 @@ def _judges(args: ScoreArguments) -> dict[tuple[str, str | None], list]:
         if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
         else:
-            cast(ServedJudge, load_judge(args, name, url)).check()
+            cast(ServedJudge, arguments.load_judge(args, name, url)).check()
     if args.aesthetics_head is not None:
         AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # reads all of it: it is small
     return work
 
 
-def _score_t2is(args: ScoreArguments, work: dict, benchmark: Dataset, found: FoundImages) -> None:
+def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, found: FoundImages) -> None:
     benchmarks.score_duplicates(found, benchmark, args.output_dir)
     size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
         benchmarks.score_aesthetics(scorer, found, benchmark, args.output_dir, size)
         del scorer
-        _free_memory()
+        release_memory()
     for judge, tasks in work.items():
-        loaded = load_judge(args, *judge)
+        loaded = arguments.load_judge(args, *judge)
         for task in tasks:
             task(loaded, found, benchmark, args.output_dir, size)
         del loaded
-        _free_memory()
+        release_memory()
 
 
-################
-# 3. Report
-################
-def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
+def _open_system(args: arguments.ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
     other = Path(folder) / _ELSEWHERE
     elsewhere = read_record(other).get("images")
     found, settings = _find_images(args, folder, benchmark, elsewhere)
@@ -291,7 +268,7 @@ def _open_system(args: ReportArguments, folder: str, role: str, benchmark: Datas
     return benchmarks.System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
 
 
-def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
+def _find_trained_on(args: arguments.ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
     is_t2is = args.benchmark == "t2is"
@@ -302,7 +279,7 @@ def _find_trained_on(args: ReportArguments, benchmark: Dataset) -> dict | None:
     )
 
 
-def report(args: ReportArguments) -> Step:
+def report(args: arguments.ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
     if args.card is not None:
         if args.tuned is None:
@@ -334,10 +311,7 @@ def report(args: ReportArguments) -> Step:
         console.print(f"{what}: {escape(str(path))}")
 
 
-################
-# All of it
-################
-def images(args: ImagesArguments) -> None:
+def images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
     if not args.judges:
         raise ValueError("`--judges` is missing: without one there is nothing to report.")
@@ -356,18 +330,21 @@ def images(args: ImagesArguments) -> None:
         judging["protocol"] = "default"  # the published one is of its report
     compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
     run(
-        *(generate(of(GenerateArguments, role, **({} if role == roles[-1] else {"adapter": None}))) for role in roles),
-        *(score(of(ScoreArguments, role, **judging)) for role in roles),
-        report(of(ReportArguments, "report", **compared)),
+        *(
+            generate(of(arguments.GenerateArguments, role, **({} if role == roles[-1] else {"adapter": None})))
+            for role in roles
+        ),
+        *(score(of(arguments.ScoreArguments, role, **judging)) for role in roles),
+        report(of(arguments.ReportArguments, "report", **compared)),
     )
 
 
 STEPS = {
-    "prompts": (PromptsArguments, evaluate_prompts),
-    "images": (ImagesArguments, images),
-    "generate": (GenerateArguments, lambda args: run(generate(args))),
-    "score": (ScoreArguments, lambda args: run(score(args))),
-    "report": (ReportArguments, lambda args: run(report(args))),
+    "prompts": (arguments.PromptsArguments, evaluate_prompts),
+    "images": (arguments.ImagesArguments, images),
+    "generate": (arguments.GenerateArguments, lambda args: run(generate(args))),
+    "score": (arguments.ScoreArguments, lambda args: run(score(args))),
+    "report": (arguments.ReportArguments, lambda args: run(report(args))),
     "judge": (JudgeArguments, evaluate),
 }
 

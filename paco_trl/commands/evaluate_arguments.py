@@ -102,20 +102,17 @@ class BenchmarkArguments(SetOptions):
     """Benchmark of image models."""
 
     benchmark: str = option(
-        "t2is", "`t2is` (T2IS-Bench), `gedit` (GEdit-Bench), or to `generate` alone `stories` (ViStoryBench)."
+        "t2is",
+        "`t2is` (T2IS-Bench), `gedit` (GEdit-Bench), or to `generate` alone `stories` (ViStoryBench).",
+        choices=("t2is", "gedit", "stories"),
     )
     dataset_name: str | None = option(
-        None, "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted."
+        None,
+        "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted.",
+        required=True,
     )
     dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
     dataset_split: str = option("train", "Split of the dataset.")
-
-    def __post_init__(self):
-        # Not `choices`, which a word without its option would pass
-        if self.benchmark not in ("t2is", "gedit", "stories"):
-            raise ValueError(f"`--benchmark` is {self.benchmark!r}, but must be t2is, gedit or stories.")
-        if self.dataset_name is None:
-            raise ValueError("`--dataset_name` is missing: the prompts of the benchmark.")
 
 
 @dataclass
@@ -129,7 +126,6 @@ class ScoredArguments(BenchmarkArguments):
     )
 
     def __post_init__(self):
-        super().__post_init__()
         if self.benchmark == "stories":
             raise ValueError("ViStoryBench's evaluator scores them: `generate --panel_files True` writes its input.")
 
@@ -195,5 +191,5 @@ class ReportArguments(ReportOptions):
 class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
     """A benchmark in one call: the base model and an adapter generate, are scored, and compared in a report."""
 
-    benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).")
+    benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).", choices=("t2is", "gedit"))
     output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")

@@ -26,7 +26,7 @@ from ..evaluation import (
     load_edit_pairs,
     save_report,
 )
-from ..evaluation.edit_pairs import LAYOUTS
+from ..evaluation.edit_reward import LAYOUTS
 from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest

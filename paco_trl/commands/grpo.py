@@ -59,7 +59,7 @@ def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -
 
 def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
-    is_nft = any(issubclass(each, PaCoNFTConfig) for each in classes)
+    is_nft = any(issubclass(kind, PaCoNFTConfig) for kind in classes)
     hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
     presets = partial(family_defaults, prog, hidden)
 

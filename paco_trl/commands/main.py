@@ -180,8 +180,8 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         sys.stdout.write((import_module("paco_trl").__version__ if "--version" in arguments else _usage()) + "\n")
         return 0
     if not arguments or arguments[0] not in COMMANDS:
-        problem = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
-        sys.stderr.write(f"{_usage()}\n\npaco-trl: {problem}; it must be one of: {', '.join(COMMANDS)}.\n")
+        found = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
+        sys.stderr.write(f"{_usage()}\n\npaco-trl: {found}; it must be one of: {', '.join(COMMANDS)}.\n")
         return 2
     command, *words = arguments
 

@@ -381,10 +381,9 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
         try:
             AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
         except (OSError, ValueError) as error:  # which may not name the model
-            cure = " It is an image pipeline: give a vision-language model." * os.path.isfile(
-                f"{model}/model_index.json"
-            )
-            raise OSError(f"The judge '{model}' cannot be read.{cure} {error}") from error
+            is_pipeline = os.path.isfile(f"{model}/model_index.json")
+            hint = " It is an image pipeline: give a vision-language model." * is_pipeline
+            raise OSError(f"The judge '{model}' cannot be read.{hint} {error}") from error
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:

@@ -115,8 +115,8 @@ class ImageFinder:
                     hits.setdefault(str(archive), folder / candidate)
         if not hits:
             archives = [str(archive) for archive, _ in self.extracted]
-            cure = "Check the download; join archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`"
-            raise ValueError(f"its image {str(path)!r} is neither in {self.folder} nor {archives}. {cure}.")
+            remedy = "Check the download; join archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`"
+            raise ValueError(f"its image {str(path)!r} is neither in {self.folder} nor {archives}. {remedy}.")
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
             raise ValueError(f"its image {str(path)!r} differs between the archives {list(hits)}.")

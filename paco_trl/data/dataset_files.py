@@ -256,8 +256,8 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
         if isinstance(inner, Json):
             values = dataset[name][:]
             row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
-            cure = "Give each row a path, or each a list"
-            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. {cure}.")
+            hint = "Give each row a path, or each a list"
+            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. {hint}.")
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
             column = dataset.select_columns(name).cast_column(name, List(Image()) if is_list else Image())
@@ -310,8 +310,8 @@ def _find_first_beside(names: list[str], folders: list[Path]) -> None:
     if names and folders and not (folders[0] / names[0]).exists():
         for folder in filter(Path.is_dir, folders[0].iterdir()):
             if (folder / names[0]).is_file():
-                cure = f"Pass `--image_folder '{folder}'`, or write '{folder.name}/{names[0]}'"
-                raise ValueError(f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. {cure}.")
+                hint = f"Pass `--image_folder '{folder}'`, or write '{folder.name}/{names[0]}'"
+                raise ValueError(f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. {hint}.")
 
 
 def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
@@ -337,8 +337,8 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
-        cure = "Put the images there, or name their real directory (`image_folder`) where a loader takes one"
-        raise ValueError(f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. {cure}.")
+        hint = "Put the images there, or name their real directory (`image_folder`) where a loader takes one"
+        raise ValueError(f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. {hint}.")
     return path
 
 

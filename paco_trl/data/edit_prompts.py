@@ -175,8 +175,8 @@ def disjoint_from(dataset: Dataset, benchmark: Dataset) -> Dataset:
     return _keep(dataset, rows_left, "a source image of the benchmark")
 
 
-def _keep(dataset: Dataset, rows: Sequence[int], problem: str) -> Dataset:
+def _keep(dataset: Dataset, rows: Sequence[int], reason: str) -> Dataset:
     left_out = len(dataset) - len(rows)
     level = logging.WARNING if left_out else logging.INFO
-    logger.log(level, f"Left out {left_out} of {len(dataset)} rows that have {problem}.")
+    logger.log(level, f"Left out {left_out} of {len(dataset)} rows that have {reason}.")
     return dataset.select(rows)

@@ -63,8 +63,8 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         raise ValueError(f"The image-set prompts have no rows, or no `prompt`{found}. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
-        cure = "Convert raw T2IS rows with `convert_t2is`. To edit images add `--edits`, or use `load_edit_prompts`"
-        raise ValueError(f"Image-set prompts need the columns {missing}. {cure}.")
+        remedy = "Convert raw T2IS rows with `convert_t2is`. To edit images add `--edits`, or use `load_edit_prompts`"
+        raise ValueError(f"Image-set prompts need the columns {missing}. {remedy}.")
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
         if row.get("layout") != SEPARATE:

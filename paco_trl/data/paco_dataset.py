@@ -2,7 +2,6 @@
 """Load the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, Features
 
@@ -16,14 +15,6 @@ from .pairs import as_turns, pair_features
 # What the paper trains on; `consistency_reward_cot_test` is its evaluation set
 _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
-
-
-def _read_pair(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    """Read a record. The errors continue `<file>, record <number>: `."""
-    texts, images = as_turns(record), record.get("images")
-    if not isinstance(images, list) or len(images) != 2:
-        raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
-    return {"images": [finder.find(image) for image in images], **texts}
 
 
 def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> Dataset:
@@ -65,7 +56,10 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     for name, path_of_file in zip(names, paths, strict=True):
         for number, record in enumerate(read_rows(path_of_file)):
             try:
-                rows.append(_read_pair(record, finder) | {"source": name})
+                texts, images = as_turns(record), record.get("images")
+                if not isinstance(images, list) or len(images) != 2:
+                    raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
+                rows.append({"images": [finder.find(image) for image in images], **texts, "source": name})
             except (ValueError, AttributeError, TypeError) as error:  # also of a turn or text of another type
                 broken.append(f"{path_of_file.name}, record {number}: {error}")
     report_broken(broken, len(rows) + len(broken), "records", skip_broken)

@@ -251,8 +251,8 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
     question, and a completion that begins with Yes or No. `name` is the dataset's in errors.
     """
     _check_columns(dataset, name)
-    for row, problem in _find_problems(dataset):
-        raise ValueError(f"Row {row} of `{name}`: {problem} Use `validate_pairs(dataset, skip_broken=True)`.")
+    for row, reason in _find_problems(dataset):
+        raise ValueError(f"Row {row} of `{name}`: {reason} Use `validate_pairs(dataset, skip_broken=True)`.")
 
 
 def _image_problem(image: Mapping[str, Any] | None, feature: Image) -> str | None:

@@ -3,6 +3,7 @@
 
 import hashlib
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class SourceImages:
     def lengths(self, row: int) -> list[int]:
         """Return the number of bytes of each image file of a row."""
         images = [image for _, image in self._images(row)]
-        return [Path(each["path"]).stat().st_size if each["bytes"] is None else len(each["bytes"]) for each in images]
+        return [os.path.getsize(image["path"]) if image["bytes"] is None else len(image["bytes"]) for image in images]
 
     def files(self, row: int) -> list[Path | None]:
         """Return the stored paths of the images of a row; `None` for an embedded image."""

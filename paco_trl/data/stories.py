@@ -53,8 +53,8 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
 
 def _read_story(file: Path, language: str, found: Path) -> dict[str, Any]:
     story = read_json(file)
-    names = {key: each[f"name_{language}"] for key, each in story["Characters"].items()}
-    texts = {key: f"{names[key]} is {each[f'prompt_{language}']}" for key, each in story["Characters"].items()}
+    names = {key: person[f"name_{language}"] for key, person in story["Characters"].items()}
+    texts = {key: f"{names[key]} is {person[f'prompt_{language}']}" for key, person in story["Characters"].items()}
     panels = []
     for shot in story["Shots"]:
         # Keys are the English names

@@ -5,8 +5,14 @@ from ..generation import generate_grids, load_pipeline
 from ..utils.chat import ChatEndpoint, EndpointUnavailableError
 from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
-from .agreement import agreement_report
-from .annotations import Annotation, annotation_files, append_annotation, ranks_of_ranking, read_annotations
+from .annotations import (
+    Annotation,
+    agreement_report,
+    annotation_files,
+    append_annotation,
+    ranks_of_ranking,
+    read_annotations,
+)
 from .diversify import diversify_prompts
 from .pairs import build_pairs
 from .panels import cut_panels, make_instances

@@ -92,10 +92,10 @@ class AnnotationWork:
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._not_people = {AUTOMATIC}
-        for one, has_scores in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
-            self._done.setdefault(one.annotator, {})[one.instance] = one.ranks
+        for annotation, has_scores in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
+            self._done.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
             if has_scores:
-                self._not_people.add(one.annotator)
+                self._not_people.add(annotation.annotator)
 
     def _check_name(self, annotator: Any) -> str:
         if check_annotator(annotator) in self._not_people:
@@ -267,8 +267,8 @@ def serve_annotation(
 
     if not is_loopback(host):
         logger.warning(f"Everyone who reaches {host} can rank under any name: the app has no password.")
-    if problem := take_lock(work.file_lock, "annotations", work.folder):
-        raise ValueError(problem)
+    if refusal := take_lock(work.file_lock, "annotations", work.folder):
+        raise ValueError(refusal)
     try:
         app = make_app(work)
         app.launch(

@@ -47,7 +47,7 @@ def ask_in_rounds(
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))
     has_usable = any(
-        read(name, each, count)[0] for name, count in wanted.items() for each in replies[name][:max_attempts]
+        read(name, reply, count)[0] for name, count in wanted.items() for reply in replies[name][:max_attempts]
     )
 
     def sampled(name: Any, attempt: int, count: int) -> ChatRequest:
@@ -57,13 +57,13 @@ def ask_in_rounds(
 
     def none_usable() -> ValueError:
         causes = sum(
-            (read(name, each, count)[1] for name, count in wanted.items() for each in replies[name]), Counter()
+            (read(name, reply, count)[1] for name, count in wanted.items() for reply in replies[name]), Counter()
         )
         name = next(name for name in wanted if replies[name])
-        text, problem = replies[name][0]
+        text, reason = replies[name][0]
         return ValueError(
             f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
-            f"({_listed(causes)}). The answer to {name!r}: {problem or shorten(text)}. Serve a model that follows "
+            f"({_listed(causes)}). The answer to {name!r}: {reason or shorten(text)}. Serve a model that follows "
             f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
@@ -111,4 +111,4 @@ def _listed(causes: Counter[str]) -> str:
 
 def cause_of(reply: Reply) -> str:
     """Return why a reply has no text, without details, so that equal causes are counted together."""
-    return str(reply.problem).partition(" (")[0]
+    return str(reply.reason).partition(" (")[0]

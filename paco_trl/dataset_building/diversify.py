@@ -3,9 +3,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -24,32 +23,23 @@ _RANDOM_SEED = 0
 _COVERAGE_THRESHOLD = 0.8
 
 
-class Diversified(NamedTuple):
-    """Selected rows, and how well they represent the rest."""
-
-    indices: np.ndarray  # in the order of selection: the first m are the selection of m
-    coverage: float  # fraction of all rows with a selected one at `coverage_threshold` or more
-    coverage_of_random: float  # the same for as many random rows, from a fixed seed
-    num_duplicates: int  # rows left out because a selected one is at `duplicate_threshold` or more
-
-
 def diversify(
-    embeddings: np.ndarray,
-    num_selected: int,
-    duplicate_threshold: float = 0.95,
-    num_neighbors: int = 32,
-    coverage_threshold: float = _COVERAGE_THRESHOLD,
-) -> Diversified:
-    """Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory."""
+    embeddings: np.ndarray, num_selected: int, duplicate_threshold: float = 0.95
+) -> tuple[list[int], dict[str, Any]]:
+    """
+    Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory. Returns
+    them in the order of selection, the first m being the selection of m, and how well they represent the rest.
+    """
     total = len(embeddings)
     if not 1 <= num_selected <= total:
         raise ValueError(f"`num_selected` is {num_selected}, but must be between 1 and the number of rows, {total}.")
     if not 0 < duplicate_threshold <= 1:
         raise ValueError(f"`duplicate_threshold` is {duplicate_threshold}, but must be in (0, 1].")
-    gains = _linked(_similarities(embeddings, range(total)), num_neighbors)  # (n, n)
+    similarities = np.maximum(np.rint(embeddings @ embeddings.T * np.float32(_SCALE)), 0).astype(np.int16)  # (n, n)
+    np.fill_diagonal(similarities, _SCALE)
 
-    nearest = np.full(total, -_SCALE, dtype=np.int16)  # (n,) similarity to the selected row nearest to each
-    added = gains.sum(axis=0, dtype=np.int64)  # (n,) what each row would add to the selection
+    nearest = np.zeros(total, dtype=np.int16)  # (n,) similarity to the selected row nearest to each
+    added = similarities.sum(axis=0, dtype=np.int64)  # (n,) what each row would add to the selection
     is_open = np.ones(total, dtype=bool)  # (n,)
     selected: list[int] = []
     while len(selected) < num_selected:
@@ -57,43 +47,26 @@ def diversify(
             raise ValueError(f"After {len(selected)} of {num_selected} rows all are near-duplicates. Select fewer.")
         row = int(np.where(is_open, added, -1).argmax())  # ties by row
         selected.append(row)
-        similar = _similarities(embeddings, [row])[:, 0]  # (n,)
-        is_open &= similar < _threshold(duplicate_threshold)
-        before, nearest = nearest, np.maximum(nearest, similar)
-        changed = nearest > np.maximum(before, 0)  # (n,)
-        for links, old, new in zip(gains[changed], before[changed], nearest[changed], strict=True):
-            added -= np.maximum(links - max(old, 0), 0) - np.maximum(links - new, 0)
+        is_open &= similarities[row] < _threshold(duplicate_threshold)
+        before, nearest = nearest, np.maximum(nearest, similarities[row])
+        changed = nearest > before  # (n,)
+        for similar, old, new in zip(similarities[changed], before[changed], nearest[changed], strict=True):
+            added -= np.maximum(similar - old, 0) - np.maximum(similar - new, 0)
 
     def coverage(nearest: np.ndarray) -> float:
-        return float((nearest >= _threshold(coverage_threshold)).mean())
+        return round(float((nearest >= _threshold(_COVERAGE_THRESHOLD)).mean()), 4)
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
-    return Diversified(
-        indices=np.array(selected),
-        coverage=coverage(nearest),
-        coverage_of_random=coverage(_similarities(embeddings, random_rows).max(axis=1)),
-        num_duplicates=int(total - is_open.sum()) - len(selected),
-    )
+    return selected, {
+        "near-duplicates left out": int(total - is_open.sum()) - len(selected),
+        "coverage threshold": _COVERAGE_THRESHOLD,
+        "coverage": coverage(nearest),
+        "coverage of random ones": coverage(similarities[random_rows].max(axis=0)),
+    }
 
 
 def _threshold(similarity: float) -> int:
     return math.ceil(similarity * _SCALE - 1e-6)
-
-
-def _similarities(embeddings: np.ndarray, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the similarities (n, len(rows)) of all rows to some."""
-    similarities = np.rint(embeddings @ embeddings[rows].T * np.float32(_SCALE)).astype(np.int16)
-    similarities[rows, np.arange(len(rows))] = _SCALE
-    return similarities
-
-
-def _linked(similarities: np.ndarray, num_neighbors: int) -> np.ndarray:
-    """Return the positive similarities of rows of which one is among the nearest of the other, else 0."""
-    is_linked = np.eye(len(similarities), dtype=bool)  # (n, n)
-    for row, similar in enumerate(similarities):
-        order = np.argsort(-similar, kind="stable")  # ties by row
-        is_linked[row, order[order != row][:num_neighbors]] = True
-    return np.where(is_linked | is_linked.T, np.maximum(similarities, 0), 0).astype(np.int16)
 
 
 def embed_texts(model: str | Path, texts: list[str]) -> np.ndarray:
@@ -142,14 +115,6 @@ def diversify_prompts(
     names = [name for name in ("theme", "prompt", "panels") if name in dataset.column_names]
     rows = dataset.with_format(None).select_columns(names)
     texts = [" ".join([row["theme"], *row["panels"]]) if row.get("theme") else row["prompt"] for row in rows]
-    result = diversify(embed_texts(model, texts), num_selected, duplicate_threshold)
-    report = {
-        "selected": num_selected,
-        "model": str(model),
-        "duplicate threshold": duplicate_threshold,
-        "near-duplicates left out": result.num_duplicates,
-        "coverage threshold": _COVERAGE_THRESHOLD,
-        "coverage": round(result.coverage, 4),
-        "coverage of random ones": round(result.coverage_of_random, 4),
-    }
-    return dataset.select(result.indices.tolist()), report
+    selected, coverage = diversify(embed_texts(model, texts), num_selected, duplicate_threshold)
+    report = {"selected": num_selected, "model": str(model), "duplicate threshold": duplicate_threshold}
+    return dataset.select(selected), report | coverage

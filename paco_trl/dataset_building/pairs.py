@@ -16,8 +16,7 @@ from ..data.columns import by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
 from ..utils.text import normalized
-from .agreement import Vote, majority_vote
-from .annotations import Annotation, keyed_hash
+from .annotations import Annotation, Vote, keyed_hash, majority_vote
 from .panels import instances_to_rankings
 
 
@@ -204,6 +203,6 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
         if len(chosen) + len(group) <= min(wanted, total - 1):
             chosen.update(group)
     if not chosen:
-        problem = f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more"
-        raise ValueError(f"{problem}. Generate more prompts, or set it to 0.")
+        size = f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more"
+        raise ValueError(f"{size}. Generate more prompts, or set it to 0.")
     return chosen

@@ -87,8 +87,9 @@ def rank_with_judge(
         who = record.get("judge", "a person")
         if (who, record.get("scorer")) != (judge.name, scorer):
             found = f"{who!r} {'with other weights or code' if who == judge.name else 'already'}"
-            cure = f"Rank under another name (`--annotator`), or delete {file}"
-            raise ValueError(f"The annotator {annotator!r} is {found}. {cure}.")
+            raise ValueError(
+                f"The annotator {annotator!r} is {found}. Rank under another name (`--annotator`), or delete {file}."
+            )
     done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
     paths = {name: image["path"] for name, image in by_id(panels, "image").items()}

@@ -114,10 +114,10 @@ def write_reasons(
 
     def read(name: str, reply: Reply, _: int) -> tuple[list[str], Counter[str]]:
         if reply.text is None:
-            problem: str | None = cause_of(reply)
+            cause: str | None = cause_of(reply)
         else:
-            problem = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
-        return ([], Counter([problem])) if problem else ([str(reply.text).strip()], Counter())
+            cause = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
+        return ([], Counter([cause])) if cause else ([str(reply.text).strip()], Counter())
 
     journal, wanted = folder.journal("reasons"), dict.fromkeys(ids, 1)
     found, report = ask_in_rounds(

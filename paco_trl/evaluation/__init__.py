@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..rewards.clip import ClipIScorer
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
-    from .edit_pairs import ComparingJudge, load_edit_pairs
-    from .edit_reward import evaluate_edit_reward
+    from .edit_reward import ComparingJudge, evaluate_edit_reward, load_edit_pairs
     from .grid_artifacts import grid_artifact_score
     from .metrics import (
         auroc,

@@ -126,7 +126,7 @@ class Comparison:
         encoded = [family.encode_prompt(pipeline, text, device) for text in texts]
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
-            encoded = [each | {f"negative_{name}": tensor for name, tensor in negative.items()} for each in encoded]
+            encoded = [row | {f"negative_{name}": tensor for name, tensor in negative.items()} for row in encoded]
         for turn_off in (pipeline.transformer.disable_adapter, nullcontext):
             panels: list[Image] = []
             with turn_off():

@@ -166,15 +166,16 @@ def _query(
                     scores = None if reply.text is None else protocol.read(reply.text, attempt > 0)
                     is_readable = is_readable or scores is not None
                     if not is_readable and num_replies >= _ONLY_NONSENSE:
-                        answer = reply.problem if reply.text is None else shorten(reply.text)
-                        none = f"None of {num_replies} answers of {endpoint.name} can be read as scores"
-                        cure = "Use a model that sees images and follows instructions, and turn long thinking off"
-                        raise ValueError(f"{none}. That for {name!r} is {answer}. {cure}.")
+                        answer = reply.reason if reply.text is None else shorten(reply.text)
+                        raise ValueError(
+                            f"None of {num_replies} answers of {endpoint.name} can be read as scores. That for {name!r} is "
+                            f"{answer}. Use a model that sees images and follows instructions, and turn long thinking off."
+                        )
                     if scores is None and attempt + 1 < max_attempts:
                         unreadable.append(name)
                         continue
                     record = {"key": name, "scores": scores and list(scores), "incomplete": scores is None}
-                    about = {"attempts": numbers[place] + 1, "answer": reply.text, "problem": reply.problem}
+                    about = {"attempts": numbers[place] + 1, "answer": reply.text, "reason": reply.reason}
                     store.append(record | about)
                     bar.update()
             names = unreadable
@@ -240,14 +241,14 @@ def gedit_results(
     check_gedit_prompts(prompts)
     sources, prompts = SourceImages(prompts, "the prompts"), prompts.with_format(None)
     found = [
-        read_scores(one.folder, _digests(prompts, sources, one.found), benchmark=BENCHMARK, protocol=protocol)
-        for one in systems
+        read_scores(system.folder, _digests(prompts, sources, system.found), benchmark=BENCHMARK, protocol=protocol)
+        for system in systems
     ]
     check_systems(systems, found, missing, protocol)
     if not found[0]:
         raise ValueError(f"No judge has scored the edits of {systems[0].name!r} under the protocol {protocol!r}.")
-    rubrics = {one.settings["scorer"]: one.settings["rubric"] for one in found[0]}
-    scores = [{one.settings["scorer"]: _edit_scores(one.records) for one in of_system} for of_system in found]
+    rubrics = {run.settings["scorer"]: run.settings["rubric"] for run in found[0]}
+    scores = [{run.settings["scorer"]: _edit_scores(run.records) for run in of_system} for of_system in found]
 
     columns = ("id", "prompt", "task_type", "language", "intersection")
     names = [name for name in columns if name in prompts.column_names]
@@ -259,10 +260,10 @@ def gedit_results(
             _values(system, of_system[judge], seed, protocol)
             for system, of_system in zip(systems, scores, strict=True)
         ]
-        own = _tables(judge, values, rows, seed, ends=f", judge: {judge}" * (len(rubrics) > 1))
-        tables, parts = tables + own[0], parts + own[1]
+        of_judge = _tables(judge, values, rows, seed, ends=f", judge: {judge}" * (len(rubrics) > 1))
+        tables, parts = tables + of_judge[0], parts + of_judge[1]
     gaps = [
-        {judge: [key for key, score in own.items() if score is None] for judge, own in of_system.items()}
+        {judge: [key for key, score in of_judge.items() if score is None] for judge, of_judge in of_system.items()}
         for of_system in scores
     ]
     notes = [NOTES[f"edits_{protocol}"].format(judge=judge, rubric=rubric) for judge, rubric in rubrics.items()]
@@ -292,8 +293,8 @@ def gedit_results(
                 "pictures": [[file and str(file) for file in system.found.sets[key].files] for system in systems],
                 "panels": [1, 1],
                 "scores": [
-                    score._asdict() if (score := next(iter(own.values())).get(key)) else dict.fromkeys(METRICS)
-                    for own in scores
+                    score._asdict() if (score := next(iter(of_system.values())).get(key)) else dict.fromkeys(METRICS)
+                    for of_system in scores
                 ],
             }
             for number, (key, row) in enumerate(rows.items())

@@ -75,12 +75,12 @@ class FoundImages:
     @cached_property
     def digests(self) -> dict[str, str]:
         """Digest of each set, from the first access on."""
-        return {key: one.digest() for key, one in self.sets.items()}
+        return {key: set_.digest() for key, set_ in self.sets.items()}
 
     @property
     def missing(self) -> dict[str, list[int]]:
         """Numbers of the missing panels of each incomplete set."""
-        return {key: one.missing for key, one in self.sets.items() if one.missing}
+        return {key: set_.missing for key, set_ in self.sets.items() if set_.missing}
 
     def check_complete(self) -> None:
         """Refuse missing images."""
@@ -244,14 +244,14 @@ def _checked(
 ) -> FoundImages:
     """Check the sizes in the headers: a wrong file is found before hours of scoring."""
     rows: Mapping[str, dict[str, Any]] = {row["id"]: row for row in _layouts(benchmark)}
-    for one in sets.values():
-        for file in filter(None, one.files):
-            size, row = image_file_size(file), rows[one.prompt_id]  # (height, width)
+    for set_ in sets.values():
+        for file in filter(None, set_.files):
+            size, row = image_file_size(file), rows[set_.prompt_id]  # (height, width)
             expected: list[Any] = [height or row.get("height"), width or row.get("width")]
-            if len(one.files) > 1:
+            if len(set_.files) > 1:
                 continue
             try:
-                panel_size(*size, one.rows, one.cols)
+                panel_size(*size, set_.rows, set_.cols)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from error
             if None in expected:
@@ -260,7 +260,7 @@ def _checked(
             expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
             aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
-                shape = f"the shape differs from the {expected[0]}x{expected[1]} (height x width) of {one.prompt_id!r}"
+                shape = f"the shape differs from the {expected[0]}x{expected[1]} (height x width) of {row['id']!r}"
                 raise ValueError(f"{file} has {size[0]}x{size[1]} pixels: {shape}. Is it another prompt's?")
     return FoundImages(sets)
 
@@ -284,15 +284,15 @@ def write_panel_files(found: FoundImages, benchmark: Dataset, folder: str | Path
     `<id>/shots/shot_<number>.png` below what ViStoryBench asks for: method, mode, language and time.
     """
     rows = {row["id"]: row for row in _layouts(benchmark)}
-    names = {key: rows[one.prompt_id].get("case_id") or one.prompt_id for key, one in found.sets.items()}
+    names = {key: rows[set_.prompt_id].get("case_id") or set_.prompt_id for key, set_ in found.sets.items()}
     if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
         raise ValueError(f"Several sets, as of 2 seeds, are {twice[0]!r}: panels would overwrite one another.")
     written = []
-    for key, one in found.sets.items():
-        for number, panel in enumerate(one.panels()):
+    for key, set_ in found.sets.items():
+        for number, panel in enumerate(set_.panels()):
             if panel is not None:
                 # What would leave the directory is written in another way, see `file_name`
-                name, shots = file_name(names[key]), rows[one.prompt_id].get("shots")
+                name, shots = file_name(names[key]), rows[set_.prompt_id].get("shots")
                 # The time is that of no run: the same call writes the same files
                 story = f"{_STORY_RUN}/{name}/shots/shot_{shots[number]:02}.png" if shots is not None else None
                 written.append(Path(folder) / (story or f"{name}_{number:04}.png"))

@@ -46,10 +46,10 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
         if (same := row_of.get(" ".join(words_of(text)))) is not None:
             exact.append({"id": name, "training_row": same})
             continue
-        own = _shingles(words_of(text))
-        shared = Counter(row for shingle in own for row in with_shingle.get(shingle, ()))
+        shingles = _shingles(words_of(text))
+        shared = Counter(row for shingle in shingles for row in with_shingle.get(shingle, ()))
         for row, count in shared.most_common(1):
-            if count >= max(_MIN_SHARED, NEAR_DUPLICATE * min(len(own), len(texts[row]))):
+            if count >= max(_MIN_SHARED, NEAR_DUPLICATE * min(len(shingles), len(texts[row]))):
                 near.append({"id": name, "training_row": row})
     return {"num_training_prompts": len(training), "exact": exact, "near": near}
 

@@ -66,8 +66,9 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         is_near = path is not None and Path(os.path.abspath(path)).is_relative_to(folder.parent)
         return path and (Path(os.path.relpath(path, folder)).as_posix() if is_near else Path(path).name)
 
-    for one in results["sets"]:
-        one["source"], one["pictures"] = relative(one["source"]), [list(map(relative, p)) for p in one["pictures"]]
+    for shown in results["sets"]:
+        shown["source"] = relative(shown["source"])
+        shown["pictures"] = [list(map(relative, paths)) for paths in shown["pictures"]]
     # All are made before the first is written: they belong together
     texts = {
         "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
@@ -76,8 +77,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     }
     found = [name for name in texts if (folder / name).exists()]
     if found and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
-        cure = "Move this away, or choose another directory."
-        raise ValueError(f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation. {cure}")
+        where = f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation"
+        raise ValueError(f"{where}. Move this away, or choose another directory.")
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
@@ -107,7 +108,7 @@ def _parts(results: dict[str, Any]) -> Any:
     """Render a report as Markdown: a text, with the attributes `alerts`, `facts`, `sections` and `card`."""
     systems = results["systems"]
     names, is_paired = list(map(system_name, systems)), len(systems) > 1
-    counted, known = ({name: None for one in systems for name in one[part]} for part in ("counts", "settings"))
+    counted, known = ({name: None for system in systems for name in system[part]} for part in ("counts", "settings"))
     settings = [["setting", *names, *[""] * is_paired]]
     for name in known:
         values = [system["settings"].get(name, "not given") for system in systems]
@@ -119,7 +120,7 @@ def _parts(results: dict[str, Any]) -> Any:
     template = environment.from_string(read_template("generation_report.md.jinja"))
     return template.make_module({
         "results": results, "settings": settings, "title": report_title(results),
-        "images": [["", *names], *([name, *(one["counts"].get(name, "n/a") for one in systems)] for name in counted)],
+        "images": [["", *names], *([name, *(system["counts"].get(name, "n/a") for system in systems)] for name in counted)],
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     })  # fmt: skip
 
@@ -129,7 +130,7 @@ def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
     rows, is_paired = [], len(names) > 1
     for row in table["rows"]:
         cells, change = row["cells"], row["difference"]
-        counts = [str(one["count"]) for one in [*cells, *[change] * is_paired]]
+        counts = [str(cell["count"]) for cell in [*cells, *[change] * is_paired]]
         label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
         label += " (lower is better)" * (not row["higher_is_better"])
         paired = [cell_text(change, signed=True), verdict(change, row["higher_is_better"])] if is_paired else []
@@ -216,7 +217,7 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     """Choose the sets of each gallery: by gain (of one system: by score), without those in the middle; and copies."""
 
     def values(system: int, metric: str) -> dict[int, float]:
-        found = {number: one["scores"][system].get(metric) for number, one in enumerate(results["sets"])}
+        found = {number: shown["scores"][system].get(metric) for number, shown in enumerate(results["sets"])}
         return {number: value for number, value in found.items() if value is not None}
 
     scores = values(-1, results["headline"])
@@ -234,14 +235,14 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     return {"sets": chosen} | ({"copies": most} if most else {})
 
 
-def _shown_set(results: dict[str, Any], one: dict[str, Any], labels: dict[str, str], load: Callable) -> dict[str, Any]:
+def _shown_set(results: dict[str, Any], set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
     """Add to a set its images, and the names of its scores in the order of the table, then those of other metrics."""
-    scored = {name for scores in one["scores"] for name in scores}
-    images = {"source": _shown_images([one["source"]], (1, 1), load)} if one["source"] else {}
-    for system, paths in zip(results["systems"], one["pictures"], strict=True):
-        images[system["role"]] = _shown_images(paths, one["panels"], load)
+    scored = {name for scores in set_["scores"] for name in scores}
+    images = {"source": _shown_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
+    for system, paths in zip(results["systems"], set_["pictures"], strict=True):
+        images[system["role"]] = _shown_images(paths, set_["panels"], load)
     metrics = [name for name in labels if name in scored] + sorted(scored - labels.keys())
-    return one | {"metrics": metrics, "images": images, "is_wide": any(s["aspect"] > 1.6 for s in images.values())}
+    return set_ | {"metrics": metrics, "images": images, "is_wide": any(s["aspect"] > 1.6 for s in images.values())}
 
 
 def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable) -> dict[str, Any]:
@@ -286,8 +287,8 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     card, name = ModelCard.load(card_path), benchmark_name(results)
     default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
     new = _eval_results(results, roles.index("tuned"), card.data.pipeline_tag or default_task)
-    replaced = {(one.dataset_name, one.dataset_config) for one in new}
-    kept = [one for one in card.data.eval_results or [] if (one.dataset_name, one.dataset_config) not in replaced]
+    replaced = {(result.dataset_name, result.dataset_config) for result in new}
+    kept = [old for old in card.data.eval_results or [] if (old.dataset_name, old.dataset_config) not in replaced]
     card.data.eval_results = kept + new
     if card.data.model_name is None:
         trained = load_settings(card_path.parent)

@@ -38,9 +38,9 @@ class ScoreStore:
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Read the record of each key, the complete one if there is one, and otherwise the one with most `attempts`."""
-        own = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
+        name = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
         found: dict[str, dict[str, Any]] = {}
-        for path in sorted(path for path in self.folder.glob("*.jsonl") if own.fullmatch(path.name)):
+        for path in sorted(path for path in self.folder.glob("*.jsonl") if name.fullmatch(path.name)):
             lines = [line for _, line in read_lines(path)]
             if len(lines) > 1:  # nothing depends on a header alone, of a run that ended as it began
                 check_header(path, lines[0], self.settings)

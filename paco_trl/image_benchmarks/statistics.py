@@ -133,10 +133,10 @@ def breakdowns(
 ) -> list[dict[str, Any]]:
     """Compute a table for each metric, with a row for each group of prompts."""
     tables = []
-    members = {name: [each for each, own in group_of.items() if own == name] for name in sorted({*group_of.values()})}
+    members = {name: [key for key, part in group_of.items() if part == name] for name in sorted({*group_of.values()})}
     for line in lines:
         named = f"{title}: {line.label.lower()} ({line.scorer})"
-        parts = [table(named, [line._replace(label=name)], systems, own) for name, own in members.items()]
+        parts = [table(named, [line._replace(label=name)], systems, prompts) for name, prompts in members.items()]
         tables += [{"title": named, "rows": rows}] if (rows := [row for part in parts for row in part["rows"]]) else []
     return tables
 
@@ -153,7 +153,7 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
         raise ValueError(f"Both systems are {first.folder}: a model is not compared with itself.")
     if only := first.found.sets.keys() ^ second.found.sets.keys():
         raise ValueError(f"The two systems have other prompts or seeds: only one has {some_of(sorted(only))}.")
-    before, after = ({each.settings["scores"]: each.settings for each in found} for found in scores)
+    before, after = ({run.settings["scores"]: run.settings for run in found} for found in scores)
     for name in sorted(before | after):
         if other := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
             raise ValueError(f"The scores {name!r} of the two systems differ: {'; '.join(other)}. Score both alike.")
@@ -164,12 +164,12 @@ def system_alerts(
 ) -> list[str]:
     """List what readers must know next to the headline: other conditions, missing images, and unanswered questions."""
     alerts = []
-    unknown = " and ".join(repr(one.name) for one in systems if not one.settings)
+    unknown = " and ".join(repr(system.name) for system in systems if not system.settings)
     if len(systems) > 1 and unknown:
         alerts.append(f"How {unknown} generated is not known: the difference may come from other settings.")
     elif len(systems) > 1:
-        pairs = {name: tuple(one.settings.get(name) for one in systems) for name in CONDITIONS}
-        other = [f"{name} {one!r} and {two!r}" for name, (one, two) in pairs.items() if one != two]
+        pairs = {name: tuple(system.settings.get(name) for system in systems) for name in CONDITIONS}
+        other = [f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after]
         alerts += [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
     is_published = protocol == "published"
     for system, of_system in zip(systems, gaps, strict=True):

@@ -333,13 +333,13 @@ def _score(
     with open_scores(folder, f"{kind}-{name}", settings, found.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
-            for batch in batches(map(asking, store.pending), lambda one: len(one[1]), batch_size):
+            for batch in batches(map(asking, store.pending), lambda asked: len(asked[1]), batch_size):
                 questions = [question for _, asked, _ in batch for question in asked]
                 scores = query(*map(list, zip(*questions, strict=True))) if questions else []
                 answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
                 for key, asked, of_set in batch:
-                    own = list(islice(answers, len(asked)))
-                    records.append({"key": key, **of_set.send(iter(own)), "incomplete": None in own})
+                    of_answers = list(islice(answers, len(asked)))
+                    records.append({"key": key, **of_set.send(iter(of_answers)), "incomplete": None in of_answers})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()

@@ -60,14 +60,14 @@ def t2is_results(
     scores = [_read(system, benchmark) for system in systems]
     check_systems(systems, scores, missing, protocol)
     names: dict[str, list[str]] = {}
-    for one in scores[0]:
-        names.setdefault(one.settings["kind"], []).append(one.settings["scorer"])
+    for run in scores[0]:
+        names.setdefault(run.settings["kind"], []).append(run.settings["scorer"])
     tables: list[dict] = []
     parts: dict[str, dict] = {}  # by title: what does not depend on the judge is there once
     of_sets: list[dict] = []
     for judge in names["consistency"]:
         used = [
-            [one for one in found if one.settings["scorer"] == judge or one.settings["kind"] != "consistency"]
+            [run for run in found if run.settings["scorer"] == judge or run.settings["kind"] != "consistency"]
             for found in scores
         ]
         values = [
@@ -79,10 +79,10 @@ def t2is_results(
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
-                parts |= {each["title"]: each for each in breakdowns(f"By {column}", chosen, values, group_of)}
-        of_sets = of_sets or [_set_scores(*each, rows) for each in zip(systems, values, used, strict=True)]
+                parts |= {part["title"]: part for part in breakdowns(f"By {column}", chosen, values, group_of)}
+        of_sets = of_sets or [_set_scores(*of_system, rows) for of_system in zip(systems, values, used, strict=True)]
 
-    gaps = [{one.settings["scores"]: one.gaps for one in found} for found in scores]
+    gaps = [{run.settings["scores"]: run.gaps for run in found} for found in scores]
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
     alerts = system_alerts(systems, gaps, protocol, "count by their other answers")
@@ -93,7 +93,7 @@ def t2is_results(
         "dataset": dataset_name,
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
-        "seeds": sorted({one.seed for one in first.values()}),
+        "seeds": sorted({set_.seed for set_ in first.values()}),
         "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
@@ -104,15 +104,15 @@ def t2is_results(
         "sets": [
             {
                 "key": key,
-                "prompt": rows[one.prompt_id]["prompt"],
-                "category": rows[one.prompt_id].get("category"),
-                "subcategory": rows[one.prompt_id].get("subcategory"),
+                "prompt": rows[set_.prompt_id]["prompt"],
+                "category": rows[set_.prompt_id].get("category"),
+                "subcategory": rows[set_.prompt_id].get("subcategory"),
                 "source": None,
                 "pictures": [[file and str(file) for file in system.found.sets[key].files] for system in systems],
-                "panels": [one.rows, one.cols],
+                "panels": [set_.rows, set_.cols],
                 "scores": [of_system[key] for of_system in of_sets],
             }
-            for key, one in first.items()
+            for key, set_ in first.items()
         ],
         "headline": "consistency",
     }
@@ -120,11 +120,11 @@ def t2is_results(
 
 def _read(system: System, benchmark: Dataset) -> list[Scores]:
     scores = read_scores(system.folder, system.found.digests)
-    kinds = [one.settings["kind"] for one in scores]
-    for one in scores:
-        kind, columns = one.settings["kind"], bench.COLUMNS[one.settings["kind"]]
+    kinds = [run.settings["kind"] for run in scores]
+    for run in scores:
+        kind, columns = run.settings["kind"], bench.COLUMNS[run.settings["kind"]]
         has_all = set(columns) <= set(benchmark.column_names)
-        if not has_all or one.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
+        if not has_all or run.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
             other = f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts"
             raise ValueError(f"{other} ({system.folder}). Give the same data, or score into another directory.")
         if kind != "consistency" and kinds.count(kind) > 1:
@@ -141,27 +141,27 @@ def _values(
     of_missing = math.nan if protocol == "published" else 0.0
     groups: dict[str, Any] = {"consistency": bench.CONSISTENCY, "alignment": bench.ALIGNMENT}
     values: _Metrics = {}
-    for kind, key, record in ((one.settings["kind"], *item) for one in scores for item in one.records.items()):
-        own = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
+    for kind, key, record in ((run.settings["kind"], *item) for run in scores for item in run.records.items()):
+        metrics = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
         of_set, found = sets[key], record["scores"]
         unit, panels = (of_set.prompt_id, of_set.seed), of_set.rows * of_set.cols
         if kind == "consistency":
-            for name, of_sets in own.items():
+            for name, of_sets in metrics.items():
                 score = bench.dimension_score(found.get(name, []), panels * (panels - 1) // 2, protocol)
                 of_sets[unit] = math.nan if score is None else score
         elif kind == "duplicates":
             for pair, similarity in zip(record["pairs"], found, strict=True):
-                own[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
+                metrics[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
         elif kind == "aesthetics":
             for panel, score in enumerate(found):
                 value = of_missing if panel in of_set.missing else score
-                own[kind][*unit, panel] = math.nan if value is None else value
+                metrics[kind][*unit, panel] = math.nan if value is None else value
         else:
             texts = bench.alignment_texts(rows[of_set.prompt_id])
             for panel, (expected, answers) in enumerate(zip(texts, found, strict=True)):
-                for name, of_panels in own.items():
-                    each: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
-                    of_panels[*unit, panel] = math.nan if None in each else fmean(each)
+                for name, of_panels in metrics.items():
+                    said: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
+                    of_panels[*unit, panel] = math.nan if None in said else fmean(said)
     return values
 
 
@@ -188,12 +188,12 @@ def _set_scores(
     values: dict[Unit, dict[str, list[float]]] = {}
     for name, of_units in metrics.items():
         for unit, value in of_units.items():
-            own = values.setdefault(unit[:2], {}).setdefault(name, [])
-            own += [] if math.isnan(value) else [value]
-    found, gaps = {}, {one.settings["kind"]: one.gaps for one in used}
+            of_metric = values.setdefault(unit[:2], {}).setdefault(name, [])
+            of_metric += [] if math.isnan(value) else [value]
+    found, gaps = {}, {run.settings["kind"]: run.gaps for run in used}
     for key, of_set in system.found.sets.items():
         by_name = values.get((of_set.prompt_id, of_set.seed), {})
-        scores: dict[str, float | None] = {name: fmean(own) if own else None for name, own in by_name.items()}
+        scores: dict[str, float | None] = {name: fmean(seen) if seen else None for name, seen in by_name.items()}
         if key in gaps.get("aesthetics", ()):
             scores["aesthetics"] = None
         if key in gaps.get("alignment", ()):

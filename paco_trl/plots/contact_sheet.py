@@ -70,7 +70,7 @@ def _render_row(
     gap, line = letter * 2 // 3, letter * 3 // 2
     lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
     shown = [[(image and _scale(image, cell, highest), caption) for image, caption in block] for block in blocks]
-    cells = [each for block in shown for each in block]
+    cells = sum(shown, [])
     below = len(lines) * line + max((image.height for image, _ in cells if image), default=0)
     num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
     strip = Image.new("RGB", (width, below + num_captions * line + gap), "white")

@@ -3,6 +3,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from diffusers import (
@@ -12,9 +13,9 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
+from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from .clip import train_clip_tokenizer
 from .parts import CONFIGS, enlarge, save, weights_of
 from .qwen2_5_vl import read_corpus, token_ids
 
@@ -95,3 +96,29 @@ def train_clip_and_t5_tokenizers() -> tuple[CLIPTokenizer, T5Tokenizer]:
     scores = [(token, math.log(count / words.total())) for token, count in tokens.items()]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *scores]
     return clip_tokenizer, T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=MAX_TOKENS)
+
+
+def train_clip_tokenizer(sentences: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
+    """Train a tokenizer by byte-pair encoding: the same in every call, while `BpeTrainer` breaks ties at random."""
+    counts = Counter(word for sentence in sentences for word in sentence.lower().split())
+    # As in CLIP's vocabulary: every byte, every byte at a word's end, the merges, the two special tokens. CLIP would read
+    # an unknown character as the end of the text.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys([*alphabet, *(byte + "</w>" for byte in alphabet)])
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    splits = {word: [*word[:-1], f"{word[-1]}</w>"] for word in counts if word.isascii()}
+    merges = []
+    while len(tokens) < vocab_size - len(special):
+        pairs: Counter = Counter()
+        for word, parts in splits.items():
+            for pair in zip(parts, parts[1:]):  # noqa: B905
+                pairs[pair] += counts[word]
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        tokens["".join(best)] = None
+        for parts in splits.values():
+            for place in range(len(parts) - 2, -1, -1):
+                if (*parts[place : place + 2],) == best:
+                    parts[place : place + 2] = ["".join(best)]
+    vocab = {token: index for index, token in enumerate([*tokens, *special])}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)

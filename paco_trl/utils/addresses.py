@@ -34,5 +34,7 @@ def refuse_address(path: str | None) -> None:
         raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
     # Of paths, the parts have at most 255 characters, and few are so many
     if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
-        cure = "Save it as a file and name that, or use Parquet with the bytes"
-        raise ValueError(f"{shorten(path)} is the content of an image in base64, not the path of a file. {cure}.")
+        raise ValueError(
+            f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and name that, or "
+            "use Parquet with the bytes."
+        )

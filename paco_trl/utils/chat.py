@@ -2,7 +2,6 @@
 """Chat models on OpenAI-compatible servers."""
 
 import asyncio
-import functools
 import os
 import re
 import threading
@@ -132,11 +131,11 @@ class ChatClient:
         try:
             yield
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            problem = f"{self.base_url} refuses the key ({self._describe(error)})"
-            raise self._unavailable(f"{problem}. {self._key_remedy}") from None
+            refusal = f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
+            raise self._unavailable(refusal) from None
         except openai.NotFoundError as error:
-            problem = f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)})"
-            raise self._unavailable(f"{problem}. Correct the name or the address.") from None
+            lacking = f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)})"
+            raise self._unavailable(f"{lacking}. Correct the name or the address.") from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
             raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None
@@ -167,7 +166,7 @@ class Reply(NamedTuple):
     """Answer of a chat model, or why there is none that can be used."""
 
     text: str | None
-    problem: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
+    reason: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
 
 
 class ChatEndpoint(ChatClient):
@@ -277,19 +276,15 @@ def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
     return Reply(text.encode("utf-8", "replace").decode())
 
 
+_event_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a forked one has none of its parent's threads
 _event_loop_lock = threading.Lock()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all clients of the process."""
     with _event_loop_lock:  # several threads may be the first
-        return _started_event_loop(os.getpid())
-
-
-@functools.cache
-def _started_event_loop(process: int) -> asyncio.AbstractEventLoop:
-    # A forked process has none of its parent's threads
-    loop = asyncio.new_event_loop()
-    leave_calls(loop)
-    threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
-    return loop
+        if (process := os.getpid()) not in _event_loops:
+            leave_calls(loop := asyncio.new_event_loop())
+            threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
+            _event_loops[process] = loop
+        return _event_loops[process]

@@ -116,10 +116,12 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
         found = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
     if len(found) != 1:
         what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
-        cure = "Name the file, such as 'style.safetensors', or on the Hub 'user/name/style.safetensors'."
-        note = "Other formats are pickles, which can run code. A checkpoint with all weights is no adapter."
         where = "" if os.path.exists(adapter) else ", which is no directory here,"
-        raise ValueError(f"The adapter '{adapter}'{where} has {what}. {cure} {note}")
+        raise ValueError(
+            f"The adapter '{adapter}'{where} has {what}. Name the file, such as 'style.safetensors', or on the Hub "
+            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
+            "no adapter."
+        )
     return found[0]
 
 
@@ -161,12 +163,12 @@ def read_template(name: str) -> str:
 
 
 @contextlib.contextmanager
-def reading(image: str, cure: str = "Replace the file, or leave the row out") -> Iterator[None]:
+def reading(image: str, remedy: str = "Replace the file, or leave the row out") -> Iterator[None]:
     """Name an image in whatever its decoder raises: Pillow alone has half a dozen kinds of errors."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{image} cannot be read: {type(error).__name__}: {error}. {cure}.") from error
+        raise ValueError(f"{image} cannot be read: {type(error).__name__}: {error}. {remedy}.") from error
 
 
 def to_png(image: "Image") -> bytes:
@@ -208,28 +210,28 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
     folder = Path(folder).expanduser().absolute()
     path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
     state, lock, host = PartialState(), FileLock(path), socket.gethostname()
-    problem, mark = None, None
+    refusal, mark = None, None
     wait_for_all()
     if state.is_main_process:
-        problem = take_lock(lock, what, folder)
-        if problem is None and state.num_processes > 1:
+        refusal = take_lock(lock, what, folder)
+        if refusal is None and state.num_processes > 1:
             mark = _leave_mark(path)
-    problem, name, first_host = gather_object([(problem, mark and mark.name, host)])[0]
+    refusal, name, first_host = gather_object([(refusal, mark and mark.name, host)])[0]
     mark = name and path.with_name(name)  # of this process's own directory
     try:
         if mark is not None:
             strangers = gather_object([] if _is_seen(mark) else [host])
             if strangers:
-                problem = (
+                refusal = (
                     f"{folder} on {', '.join(sorted(set(strangers)))} is not the directory that the first process sees "
                     f"on {first_host}. All processes write {what} there: give a directory that the machines share."
                 )
-        if problem is None:
+        if refusal is None:
             yield mark
         if state.is_main_process and mark is not None:
             mark.unlink(missing_ok=True)
-        if problem is not None:
-            raise ValueError(problem)
+        if refusal is not None:
+            raise ValueError(refusal)
     finally:
         if state.is_main_process:
             lock.release()

@@ -45,9 +45,10 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
 def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
     values = np.asarray(image)  # (height, width)
     if image.mode == "F" or values.min() < 0 or values.max() > _MAX_16_BITS:
-        kind = f"the mode {image.mode!r} with values from {values.min()} to {values.max()}"
-        cure = "Scale it to 0..255 and convert it to 'L' or 'RGB'"
-        raise ValueError(f"{where} has {kind}, of which it is unknown what is black and white. {cure}.")
+        raise ValueError(
+            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, of which it is unknown "
+            "what is black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
+        )
     # Pillow opens 16 bits as "I;16"; up to 255, "I" was 8 bits
     white = 255 if image.mode == "I" and values.max() <= 255 else _MAX_16_BITS
     transparent = image.info.get("transparency")  # PNG names one gray value
@@ -163,4 +164,4 @@ def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "to
         )
     if is_flash_attention_requested(config):  # others split by these lengths on the host
         indices, lengths = indices | lengths, {}
-    return longest | lengths | {name: to_device(each, device) for name, each in indices.items()}
+    return longest | lengths | {name: to_device(tensor, device) for name, tensor in indices.items()}

@@ -71,5 +71,7 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
     """Refuse an adapter that was made for another model: of one architecture, it loads all the same."""
     if not named or not base or is_same_model(named, base):
         return
-    cure = f"Pass `--model_name_or_path {named}`, or its path. If both are one model, change `base_model_name_or_path` in a copy"
-    raise ValueError(f"The adapter '{adapter}' was made for '{named}', not for '{base}'. {cure} of the adapter.")
+    raise ValueError(
+        f"The adapter '{adapter}' was made for '{named}', not for '{base}'. Pass `--model_name_or_path {named}`, or its path. "
+        "If both are one model, change `base_model_name_or_path` in a copy of the adapter."
+    )

@@ -28,20 +28,17 @@ def is_saved(path: str | Path) -> bool:
 def save_with_paths(dataset: Dataset | DatasetDict, path: str | Path) -> None:
     """Save a dataset as `save_to_disk` does, but with images that are given by path left as paths."""
     # `save_to_disk` would copy the file of an image into each row that has it, and a panel is in dozens of rows
-    path = Path(path)
     if isinstance(dataset, DatasetDict):
-        empty = DatasetDict({name: split.select([]) for name, split in dataset.items()})
-        empty.save_to_disk(str(path), num_shards=dict.fromkeys(dataset, 1))
-        splits = {path / name: split for name, split in dataset.items()}
-    else:
-        dataset.select([]).save_to_disk(str(path), num_shards=1)
-        splits = {path: dataset}
-    for folder, split in splits.items():
-        (file,) = folder.glob("*.arrow")
-        with ArrowWriter(path=str(file), features=split.features) as writer:
-            for batch in split.with_format("arrow").iter(batch_size=1000):
-                writer.write_table(batch)
-            writer.finalize()
+        for name, split in dataset.items():
+            save_with_paths(split, Path(path) / name)
+        write_atomically(Path(path) / "dataset_dict.json", json.dumps({"splits": list(dataset)}))
+        return
+    dataset.select([]).save_to_disk(str(path), num_shards=1)
+    (file,) = Path(path).glob("*.arrow")
+    with ArrowWriter(path=str(file), features=dataset.features) as writer:
+        for batch in dataset.with_format("arrow").iter(batch_size=1000):
+            writer.write_table(batch)
+        writer.finalize()
 
 
 class StageFolder:

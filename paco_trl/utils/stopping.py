@@ -146,9 +146,9 @@ threading._register_atexit(_leave_calls)  # type: ignore[attr-defined]
 
 def agree(accelerator: "Accelerator", *flags: int) -> list[int]:
     """Return a signal to stop at, or 0, and the largest of each flag over the processes. Collective: call on all ranks."""
-    own = [_received if _is_deferred else 0, *flags]
+    local = [_received if _is_deferred else 0, *flags]
     if accelerator.num_processes == 1:
-        return own
+        return local
     import torch
 
-    return accelerator.gather(torch.tensor([own], device=accelerator.device)).amax(dim=0).tolist()
+    return accelerator.gather(torch.tensor([local], device=accelerator.device)).amax(dim=0).tolist()

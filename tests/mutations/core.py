@@ -299,7 +299,7 @@ MUTANTS = [
     (P + "pipeline_policy.py", "if len(records) != len(recorded):", "if len(records) > len(recorded):", ROLLOUT + " -k TestRecords"),
     (P + "policy.py", "if detach_unconditional and number > 0 else", "if detach_unconditional else", family(GRADIENT, "qwen")),
     (P + "policy.py", "if detach_unconditional and number > 0 else", "if number > 0 else", family(GRADIENT, "qwen")),
-    (P + "pipeline_policy.py", "in range(part * size, len(value), len(record.sample))", "in range(part * size, len(value), size * parts * 2)", "'tests/test_rollout_batch.py::test_the_parts_are_what_micro_batches_record[sd3-]'"),
+    (P + "pipeline_policy.py", "in range(part * size, len(value), len(record.sample))", "in range(part * size, len(value), size * parts * 2)", "'tests/test_rollout_batch.py::test_the_parts_are_what_micro_batches_record[sd3]'"),
     (P + "pipeline_policy.py", "        if is_same:\n            known", "        if True:\n            known", ROLLOUT + " -k same_values"),
     (P + "policy.py", "if not is_same)\n    if wrong:", "if not is_same)\n    if False:", NFT + " -k 'TestFamilyPage and WrongTime'"),
     (P + "pipeline_policy.py", "waiting.pop(0).latents", "waiting.pop().latents", family(IMAGES, "flux2, editing")),

@@ -717,7 +717,7 @@ EVALUATION = [
         ("(math.nan, math.nan) if first is None", "(0.5, 0.5) if first is None"),
     ),
     *_mutants(
-        "evaluation/edit_pairs.py",
+        "evaluation/edit_reward.py",
         "test_edit_pairs.py",
         ('lambda dimension: dimension != "VQ"', "lambda dimension: True"),
         ('"Image A": 0, "Image B": 1', '"Image A": 1, "Image B": 0'),
@@ -814,7 +814,7 @@ BENCHMARKS = [
     *_mutants(
         "image_benchmarks/t2is_bench.py",
         "test_t2is_bench.py::TestPlantedSets test_t2is_bench.py::TestResume",
-        ('"incomplete": None in own}', '"incomplete": False}'),
+        ('"incomplete": None in of_answers}', '"incomplete": False}'),
         ("not (0 <= score <= 1 if is_probability else", "not (True if is_probability else"),
         ('"judge": describe_scorer(scorer)', '"judge": None'),
         ("None if score is None or math.isnan(score) else", "None if score is None else"),
@@ -874,14 +874,14 @@ DATASET_BUILDING = [
     *_mutants(
         "dataset_building/panels.py",
         "test_pair_panels.py",
-        ("[names[each, other] for each in seeds]", "[names[each, position] for each in seeds]"),
+        ("[names[number, other] for number in seeds]", "[names[each, position] for each in seeds]"),
         ("if position != other:", "if position < other:"),
         ('image.convert() if image.mode == "P" else image,', "image,"),
         ('or not all(map(os.path.isfile, paths[grid["id"]]))]', "]"),
         ('paths[instance["reference"]]', "paths[candidates[0]]"),
     ),
     *_mutants(
-        "dataset_building/agreement.py",
+        "dataset_building/annotations.py",
         f"{_BUILD}TestVoting {_BUILD}TestAgreement {_BUILD}TestDecisions",
         ("(row[i] < row[j]) - (row[i] > row[j])", "(row[i] > row[j]) - (row[i] < row[j])"),
         ("if wins[index] == 0 and -1 in relation[index]]", "if wins[index] == 0]"),
@@ -928,11 +928,10 @@ DATASET_BUILDING = [
         "test_diversify.py::test_ties_go_to_the_first test_diversify.py::test_planted_subjects_are_all_covered "
         "test_diversify.py::test_prompts_are_embedded_and_selected",
         ("int(total - is_open.sum()) - len(selected)", "int(total - is_open.sum())"),
-        ("links - max(old, 0), 0)", "links - max(new, 0), 0)"),
-        ("is_open &= similar < _threshold(", "is_open &= similar <= _threshold("),
-        ("np.maximum(nearest, similar)", "np.minimum(nearest, similar)"),
-        ('np.argsort(-similar, kind="stable")', 'np.argsort(similar, kind="stable")'),
-        ("is_linked | is_linked.T,", "is_linked,"),
+        ("similar - old, 0)", "similar - new, 0)"),
+        ("is_open &= similarities[row] < _threshold(", "is_open &= similarities[row] <= _threshold("),
+        ("np.maximum(nearest, similarities", "np.minimum(nearest, similarities"),
+        ("np.fill_diagonal(similarities, _SCALE)", "pass"),
     ),
     *_mutants(
         "utils/files.py",
