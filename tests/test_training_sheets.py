@@ -4,7 +4,7 @@
 import pytest
 from transformers import TrainerCallback
 
-from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer import callbacks
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_trackers_get_each_sheet_with_its_step(make, monkeypatch, prompts):
             sent.append("the end")  # and closes it
 
     send = lambda sheet, name, step, callbacks: sent.append((name, step))  # noqa: E731
-    monkeypatch.setattr(paco_grpo_trainer, "send_to_trackers", send)
+    monkeypatch.setattr(callbacks, "send_to_trackers", send)
     trainer = make(
         max_steps=2, callbacks=[Tracker()], eval_dataset=prompts.select(range(1)), num_inference_steps_eval=1
     )
@@ -62,6 +62,6 @@ def test_a_sheet_that_cannot_be_saved_stops_training_with_its_message(make, monk
     def fails(*args):
         raise OSError(28, "No space left on device", "round.png")
 
-    monkeypatch.setattr(paco_grpo_trainer, "save_scored_sheet", fails)
+    monkeypatch.setattr(callbacks, "save_scored_sheet", fails)
     with pytest.raises(OSError, match="No space left on device: 'round.png'"):
         make(max_steps=2).train()
