@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paco_trl.rollout import policy
-from paco_trl.rollout.encoder import on_device
+from paco_trl.rollout.encoder import placed_on
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.trainer import evaluator, paco_grpo_trainer
@@ -64,7 +64,7 @@ class TestPlacement:
     def test_modules_come_back_to_the_memory_that_they_left(self):
         module = nn.Linear(2, 3)
         before = {name: (weight.data_ptr(), weight.detach().clone()) for name, weight in module.named_parameters()}
-        with on_device([module], torch.device("meta")):
+        with placed_on([module], torch.device("meta")):
             assert {weight.device.type for weight in module.parameters()} == {"meta"}
         for name, weight in module.named_parameters():
             assert weight.data_ptr() == before[name][0] and torch.equal(weight, before[name][1])

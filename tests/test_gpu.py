@@ -21,7 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 import tiny_models
 from paco_trl import PaCoReward
 from paco_trl.rewards import ClipTReward, redness_reward
-from paco_trl.rollout.encoder import on_device
+from paco_trl.rollout.encoder import placed_on
 from test_family_training import CASES, Case, make_dataset
 from testing_utils import are_equal, weights_of
 
@@ -164,7 +164,7 @@ def test_judge_scores_the_same_after_it_was_away(quantization, tmp_path):
     before = judge.score([pair], "Are they alike?")
     judge.model.to("cpu")
     for _ in range(2):
-        with on_device([judge.model], torch.device(DEVICE)):
+        with placed_on([judge.model], torch.device(DEVICE)):
             assert devices_of(judge.model) == {DEVICE}
             assert judge.score([pair], "Are they alike?") == before
         assert devices_of(judge.model) == {"cpu"}

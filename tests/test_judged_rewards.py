@@ -26,7 +26,7 @@ from paco_trl.rewards import (
     panel_similarity_reward,
 )
 from paco_trl.rewards.judge_rewards import chosen_pairs
-from paco_trl.rewards.limits import check_failures
+from paco_trl.rewards.limits import check_failures, check_scored
 from paco_trl.rewards.weighting import RewardError, Rewards
 from testing_utils import plain
 
@@ -338,6 +338,6 @@ class TestUndecided:
 
     def test_so_does_a_single_panel(self):
         assert panel_similarity_reward([""], [plain(1)], [[plain(1)]]) == [None]
-        runner = Rewards(panel_similarity_reward)
+        rewards = Rewards(panel_similarity_reward)
         with pytest.raises(RewardError, match="panel_similarity_reward 2; panel_similarity_reward: a single panel"):
-            runner.check_scored(torch.full((2, 1), torch.nan), 0.5)
+            check_scored(rewards, torch.full((2, 1), torch.nan), 0.5)

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from paco_trl import PaCoNFTConfig
+from paco_trl import PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, keyed_generator, predict
@@ -32,6 +32,16 @@ from testing_utils import (
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(PaCoNFTConfig)}
+
+
+def test_a_loss_on_the_ratio_is_refused(make_small):
+    class OwnLoss(PaCoNFTTrainer):
+        def policy_loss(self, step, advantages):
+            return -step.log_prob * advantages, {}
+
+    with pytest.raises(TypeError, match="`compute_loss`"):
+        make_small(OwnLoss, num_noise_levels=2)
+    make_small(PaCoNFTTrainer, num_noise_levels=2)
 
 
 class TestTraining:

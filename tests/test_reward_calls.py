@@ -57,6 +57,12 @@ def is_async(request):
 
 
 class TestReturnedValues:
+    def test_an_error_while_values_are_read_has_the_rewards_name(self, is_async):
+        """Of a generator, or of a tensor whose computation has failed."""
+        lazy = (1 / (number - 1) for number in range(3))
+        with pytest.raises(RewardError, match=r"'tasty' raised ZeroDivisionError: .*test_reward_calls\.py:\d+"):
+            call(returning(lazy, is_async))
+
     def test_arrays_and_tensors_pass(self, is_async):
         for values in (np.array([0.5, 1.0, 2.0]), torch.tensor([0.5, 1.0, 2.0]), [0.5, 1, 2]):
             assert call(returning(values, is_async)) == [0.5, 1.0, 2.0]
@@ -210,6 +216,15 @@ class TestImagesOfARewardAreItsOwn:
             expected = [[image, image, *before[4:], {"style": ["ink"]}] for image in before[:4]]
             assert seen == expected
             assert [image.size for image in images] == [(4, 8)] * 4 and rows[0]["criteria"] == {"style": ["ink"]}
+
+
+def test_a_geometric_mean_of_a_negative_reward_names_it():
+    rewards = Rewards([redness_reward, returning([], False)], [1.0, 0.5], method="geometric_mean")
+    values = torch.tensor([[1.0, 0.5], [2.0, 0.0]])
+    assert rewards.aggregate(values, 2)[0].isfinite().all()
+    values[1, 1] = -0.25
+    with pytest.raises(RewardError, match="'tasty' is down to -0.25"):
+        rewards.aggregate(values, 2)
 
 
 def test_missing_values_are_not_in_the_means():

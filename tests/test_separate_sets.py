@@ -4,12 +4,14 @@
 import json
 import re
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -192,6 +194,19 @@ class TestRounds:
         assert list(finished) == [2, 1, 0, 3]
         assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
         assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
+
+    def test_a_set_that_lacks_an_image_is_an_error(self):
+        """It would be a set without rewards, and nobody would know why."""
+        accelerator = Accelerator(cpu=True)
+        rows = PromptRows(sets(2, 2), settings(), "it")
+        for missing in (False, True):
+            round = Round(rows, [0, 1], 1, (0, 3, 0), [(32, 32)] * 2)
+            for sample in round.samples[: 3 if missing else 4]:
+                sample.image = Image.new("RGB", (4, 4))
+            finished = round.finish(Batch(round.samples))
+            assert len(finished) == 2 - missing
+            with pytest.raises(RuntimeError, match="Set 1 .* 1 of its 2") if missing else nullcontext():
+                assert round.exchange(accelerator) == []
 
 
 def test_sets_of_other_lengths_weigh_the_same(make_trainer):

@@ -270,12 +270,12 @@ def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -
 
 
 def round_file(checkpoint: Path, process_index: int) -> Path:
-    """Return the file with a process's images of an unfinished round."""
+    """Return the file with a process's samples of an unfinished round."""
     return checkpoint / f"rollout_{process_index}.pt"
 
 
 def load_round(checkpoint: Path, process_index: int, device: torch.device, is_offloaded: bool) -> dict[str, Any]:
-    """Load the images of an unfinished round: tensors and numbers, no code."""
+    """Load the steps, advantages and weights of an unfinished round: tensors and numbers, no code."""
     # To the device at once, so that tensors shared by the images of a prompt stay shared. In several processes on CPU the
     # device is called "cpu:0", to which torch does not load
     location = "cpu" if is_offloaded or device.type == "cpu" else device

@@ -33,7 +33,7 @@ from ..rewards.checks import check_columns
 from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import family_of
-from ..rollout.encoder import ROWS_AHEAD, on_device
+from ..rollout.encoder import ROWS_AHEAD, placed_on
 from ..rollout.loading import (
     check_peft_config,
     check_trained,
@@ -122,7 +122,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
-        with on_device(models, accelerator.device):
+        with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
                 system["scores"] = _score(rewards, rows, system["files"], output_dir / name)
         if not accelerator.is_main_process:

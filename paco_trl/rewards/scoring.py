@@ -19,7 +19,7 @@ from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from ..data import split_grid
-from ..rollout.encoder import on_device
+from ..rollout.encoder import placed_on
 from ..rollout.rounds import Completion, Round
 from ..utils.stopping import CallExecutor, Stopped, agree, leave_calls
 from .weighting import RewardError, Rewards
@@ -171,11 +171,11 @@ class Scoring:
             self._raise_together()
 
     def finish(self) -> None:
-        """Wait for the rewards and gather them; a completion that two processes have added counts once."""
+        """Wait for the rewards and gather them on every process."""
         started = time.perf_counter()
         groups = self._exchange_groups() if self._grouped else []
         models = self.scorer.models
-        with on_device(models, self.accelerator.device) if models else nullcontext():
+        with placed_on(models, self.accelerator.device) if models else nullcontext():
             self._submit_waiting(1)
             for group in groups:
                 for index in self._grouped:
@@ -281,13 +281,13 @@ class Scoring:
         if shared := {column for column in columns if columns.count(column) > 1}:
             raise RewardError(f"Several rewards log the column(s) {', '.join(sorted(shared))}. Give each its own.")
         extra: dict[str, list] = {column: [None] * len(rewards) for column in sorted(columns)}
-        for numbers, indices, values, logged, _ in reversed(results):  # the first of two results counts
+        for numbers, indices, values, logged, _ in results:
             for index, column in zip(indices, values, strict=True):
                 rewards[numbers, index] = torch.tensor([math.nan if value is None else value for value in column])
             for name, cells in logged.items():
                 for number, cell in zip(numbers, cells, strict=True):
                     extra[name][number] = cell
-        return rewards, extra, [(set(numbers), len(numbers), metrics) for numbers, *_, metrics in reversed(results)]
+        return rewards, extra, [(set(numbers), len(numbers), metrics) for numbers, *_, metrics in results]
 
     def _raise_together(self, pending: Iterable = (), error: BaseException | None = None) -> bool:
         """Raise on all processes if a call of one has failed or one must stop; return whether one has pending calls."""
@@ -302,7 +302,9 @@ class Scoring:
         if self.accelerator.num_processes > 1:
             self.drop()  # no process waits for another's call meanwhile
             texts = gather_object(texts)
-        raise error or RewardError(f"A reward failed on {'; '.join(texts)}")
+        if isinstance(error, RewardError):
+            raise error
+        raise RewardError(f"A reward failed on {'; '.join(texts)}.") from error
 
 
 def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> list[nn.Module]:

@@ -87,10 +87,11 @@ class Rewards:
         if self.is_async[index]:
             return self._call_async(index, arguments)
         try:
-            values = self.functions[index](**_copied(arguments, {}))
+            return _check_rewards(self.functions[index](**_copied(arguments, {})), name, count)
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:
             raise _named_error(name, error) from error
-        return _check_rewards(values, name, count)
 
     async def _call_async(self, index: int, arguments: dict) -> list[float | None]:
         name = self.names[index]
@@ -98,9 +99,11 @@ class Rewards:
             values = self.functions[index](**_copied(arguments, {}))
             if inspect.isawaitable(values):  # a subclass may have a call of its own
                 values = await values
+            return _check_rewards(values, name, len(arguments["completions"]))
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:  # which would end the event loop's thread alone
             raise _named_error(name, error) from error
-        return _check_rewards(values, name, len(arguments["completions"]))
 
     # ---- Aggregation ----
 
@@ -108,6 +111,11 @@ class Rewards:
         """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored; see [`aggregate_rewards`]."""
         lowest = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
         for name, value, weight in zip(self.names, lowest, self.weights.tolist(), strict=True):
+            if self.method == "geometric_mean" and weight and value < 0:
+                raise RewardError(
+                    f"The reward '{name}' is down to {value:g}, but a geometric mean is for rewards from 0 up. Rescale it, to "
+                    "[0, 1] for example, or use another `multi_objective_aggregation`."
+                )
             if self.method == "log_tamed" and weight and value < 0 and name not in self._warned_of:
                 self._warned_of.add(name)
                 logger.warning(

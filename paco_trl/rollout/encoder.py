@@ -188,7 +188,7 @@ class PromptEncoder:
 
     def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
         vae, device = self.pipeline.vae, self.accelerator.device
-        with nullcontext() if vae.device.type == device.type else on_device([vae], device):
+        with nullcontext() if vae.device.type == device.type else placed_on([vae], device):
             progress = tqdm(new.items(), "Encoding source images", disable=self._is_hidden, leave=False)
             for (digest, scale), (number, place) in progress:
                 with rows.add_row_to_errors(number):
@@ -212,7 +212,7 @@ class PromptEncoder:
         if leaving:
             _to_cpu(leaving, self._frozen_memory)
         try:
-            with on_device(encoders, device):
+            with placed_on(encoders, device):
                 yield
         finally:
             for layer in leaving:
@@ -220,7 +220,7 @@ class PromptEncoder:
 
 
 @contextmanager
-def on_device(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+def placed_on(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
     memory = _cpu_memory(modules)
     for module in modules:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..utils.deepspeed import gathered_weights
 from ..utils.images import to_device
-from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder, on_device
+from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder, placed_on
 from .families import Family
 from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
 from .rounds import Batch, Completion, Round
@@ -58,7 +58,7 @@ class Policy:
             self.model.to(self.accelerator.device)
         gathered = nullcontext() if engine is None else gathered_weights(self.model, engine)
         # Autocast as in the training step: Trainer adds it to the model only when training begins
-        with on_device([self.pipeline.vae], self.accelerator.device), gathered, self.accelerator.autocast():
+        with placed_on([self.pipeline.vae], self.accelerator.device), gathered, self.accelerator.autocast():
             yield
 
     def rollout(

@@ -29,7 +29,7 @@ class Sample:
     group; a grid has one panel here, the whole of it.
 
     `call` counts the prompts of all rows of the dataset. With seed, stream, round and generation it is the key of the
-    image's noise, which depends on nothing else. A sample without a completion only fills a batch: it is generated, and
+    image's noise, which depends on nothing else; the initial noise may be that of its set's first image. A sample without a completion only fills a batch: it is generated, and
     neither scored nor trained.
     """
 
@@ -40,7 +40,7 @@ class Sample:
     call: int
     size: tuple[int, int]  # height and width in pixels
     noise_key: tuple[int, ...]
-    initial_key: tuple[int, ...]  # of the initial noise, which the images of a set may share
+    initial_key: tuple[int, ...]
     anchor: "Sample | None"  # first image of its set, if it is generated from that
     image: Image.Image | None = None
     advantage: float = 0.0
@@ -127,9 +127,9 @@ class Round:
             for panel in range(rows.lengths[number]):
                 for completion in completions:
                     anchor = completion.samples[0] if rows.is_anchored and panel else None
-                    source = self._source(number, panel, completion.generation)
+                    origin = self._origin(number, panel, completion.generation)
                     completion.samples.append(
-                        Sample(completion, completion.generation, panel, anchor=anchor, **source)
+                        Sample(completion, completion.generation, panel, anchor=anchor, **origin)
                     )
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
@@ -137,7 +137,7 @@ class Round:
             self.samples.append(dataclasses.replace(self.samples[place % num_samples], completion=None))
         self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
-    def _source(self, row: int, panel: int, generation: int) -> dict:
+    def _origin(self, row: int, panel: int, generation: int) -> dict:
         """Return what decides an image of a row."""
         calls = self.rows.calls_of[row]
         first = calls[0] if self.rows.args.panel_generation == "shared_noise" else calls[panel]
@@ -145,7 +145,7 @@ class Round:
         return {"row": row, "call": calls[panel], "size": self.sizes[row], **keys}
 
     @property
-    def numbers(self) -> list[int]:
+    def row_numbers(self) -> list[int]:
         """Number of the row of each group."""
         return [completion.row for completion in self.completions[:: self.num_generations]]
 
@@ -154,7 +154,7 @@ class Round:
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
             completion.row, completion.image = row, None
             for sample in completion.samples:
-                vars(sample).update(self._source(row, sample.panel, sample.generation))
+                vars(sample).update(self._origin(row, sample.panel, sample.generation))
 
     def rows_of(self, batches: list[Batch]) -> list[int]:
         """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
@@ -214,8 +214,14 @@ class Round:
         for first in range(0, len(numbers), processes):  # a set for each process at a time, which bounds the memory
             block = numbers[first : first + processes]
             parts = gather_object([(number, self._panels.get(number, {})) for number in block])
-            for number in block[accelerator.process_index :][:1]:
+            for place, number in enumerate(block):
                 panels = {panel: image for other, part in parts if other == number for panel, image in part.items()}
-                finished += self._add(self.completions[number], panels)  # none if another has repeated an image
-        self._panels.clear()  # of what other processes have finished
+                expected = len(self.completions[number].samples)
+                if len(panels) < expected:
+                    raise RuntimeError(
+                        f"Set {number} of a round has {len(panels)} of its {expected} images on all processes."
+                    )
+                if place == accelerator.process_index:
+                    finished += self._add(self.completions[number], panels)
+        self._panels.clear()  # other processes have finished these
         return finished

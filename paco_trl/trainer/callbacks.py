@@ -46,7 +46,7 @@ class ContactSheetsCallback(TrainerCallback):
             advantages,
         )  # fmt: skip
         title = f"Round {round.index}, step {state.global_step}"
-        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.numbers, shown)
+        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_numbers, shown)
 
     def on_evaluation_end(
         self, args, state, control, rows: PromptRows, after: Evaluation, before: Evaluation | None, name: str, **kwargs

@@ -200,7 +200,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     _paper = PAPER
     _statistics_class = StepStatistics
     _config_class = PaCoGRPOConfig
-    _record_class = RecordedStep  # in the entries of the buffer
+    _record_class = RecordedStep  # of a pending round
 
     def __init__(
         self,
@@ -332,6 +332,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         self.round: Any = None  # TrainingRound
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
+        self._step_metrics: dict[str, float] = {}
         self._is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
@@ -424,7 +425,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
             except RewardError as error:
-                # `RewardRunner` raises it on every process
+                # Raised on every process
                 folder = self._save_before_stop()
                 how = "Nothing was trained yet: restart the run when the reward works."
                 if folder is not None:
@@ -491,12 +492,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     # ---- Rounds ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that only counts micro-steps; `_prepare_inputs` fetches each row once per round."""
+        """Return a loader that only counts micro-steps; `_prepare_inputs` returns what they train."""
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
     def _prepare_inputs(self, inputs):
-        """Return the micro-step's slice of the buffer; generate a new round when it is used up."""
+        """Return a micro-step of the round; generate a new round when it is used up."""
         accumulation = self.args.gradient_accumulation_steps
         if self._step % accumulation == 0:
             # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
@@ -589,7 +590,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
         started = time.perf_counter()
-        # The rewards that are left are computed when the policy has left the accelerator
+        # The rewards that are left are computed when the VAE has left the accelerator, and gathered weights
         with self.scorer.scoring(round, self.state) as scoring:
             with self._generating(round) as recording:
                 for finished in self.policy.rollout(
@@ -634,10 +635,12 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         for _ in range(self.args.max_resample_times):
             replaced = set()
             # One that lacks rewards stays: failures are counted, and may stop the run
-            is_missing = torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(round.numbers), -1).any(dim=1)
+            is_missing = (
+                torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(round.row_numbers), -1).any(dim=1)
+            )
             total = self.rewards.total(scores.rewards, self.num_generations)
             for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
-                if row := [row for row in others if sizes[row] == sizes[round.numbers[group]]][:1]:
+                if row := [row for row in others if sizes[row] == sizes[round.row_numbers[group]]][:1]:
                     others.remove(row[0])
                     round.replace(group, row[0])
                     replaced.add(group)
@@ -662,7 +665,8 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         """Call an event of this package in the callbacks that have it."""
         for callback in self.callback_handler.callbacks:
             if (function := getattr(callback, event, None)) is not None:
-                function(self.args, self.state, self.control, **values)
+                changed = function(self.args, self.state, self.control, model=self.model, **values)
+                self.control = self.control if changed is None else changed
 
     # ---- Loss ----
 

@@ -106,6 +106,10 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     _statistics_class = VelocityStatistics
 
     def _check_family(self) -> None:
+        if type(self).policy_loss is not PaCoGRPOTrainer.policy_loss:
+            raise TypeError(
+                f"{type(self).__name__} has a `policy_loss`, but nothing here has a ratio. Override `compute_loss`."
+            )
         if type(self.family).call_at is Family.call_at:
             name = type(self.family).__name__
             raise ValueError(f"{name} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`.")

@@ -317,9 +317,10 @@ class TrainingRound(Round):
             denominator = self.num_trained[-1] * self.plan.num_trained_steps or 1  # without one all weights are 0
             for sample, weight in zip(samples, (shares / denominator).tolist(), strict=True):
                 sample.weight = weight
-        self.micro_batches = [
-            micro_batch for batch in self.mine for micro_batch in batch.split(self.plan.num_merged_batches, family)
-        ]
+        self.micro_batches = []
+        for batch in self.mine:
+            self.micro_batches += batch.split(self.plan.num_merged_batches, family)
+            batch.steps = []  # which may be copies by now
 
     def micro_step(self, position: int) -> tuple[Batch, RecordedStep, float]:
         """Return a micro-batch, one of its steps, and the number of completions that the optimizer step trains."""
@@ -344,14 +345,14 @@ class TrainingRound(Round):
             }
             for batch in self.micro_batches
         ]
-        names = ("index", "global_step", "numbers", "num_trained", "metrics", "seconds")
+        names = ("index", "global_step", "row_numbers", "num_trained", "metrics", "seconds")
         return {name: getattr(self, name) for name in names} | {"batches": batches}
 
     def load_state_dict(
         self, state: dict[str, Any], step_class: type[RecordedStep], device: torch.device, is_offloaded: bool
     ) -> None:
         """Restore the pending round of a checkpoint, which was dealt to as many processes."""
-        for group, (number, saved) in enumerate(zip(self.numbers, state["numbers"], strict=True)):
+        for group, (number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):
             if number != saved:
                 self.replace(group, saved)
         for name in ("global_step", "num_trained", "metrics", "seconds"):
