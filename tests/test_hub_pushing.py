@@ -319,8 +319,8 @@ class TestOutages:
             worker.start()
             worker.join(50)
             code = worker.exitcode
+            worker.kill()
             ended.set()
-            worker.join()
         assert code == EXIT_CODE
 
     @staticmethod
