@@ -102,7 +102,7 @@ quality: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy
-	MYPYPATH=$$(echo benchmarks/*/ | tr ' ' :):examples:tests $(BIN)/mypy benchmarks/*/*.py benchmarks/miniature/claims $(CALLS_ONLY)
+	MYPYPATH=$(shell echo benchmarks/*/ examples tests | tr ' ' :) $(BIN)/mypy benchmarks/*/*.py benchmarks/miniature/claims $(CALLS_ONLY)
 
 style: .venv/.installed
 	$(BIN)/ruff check --fix $(LINTED)
