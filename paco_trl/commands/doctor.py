@@ -40,7 +40,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.config_utils import warn_of_newer_versions
 from ..trainer.rounds import RoundSchedule
-from ..utils.errors import is_message_enough, is_traceback_wanted
+from ..utils.errors import is_message_enough
 from . import reward
 from .env import VERSIONS, version_of
 from .grpo import parser_of
@@ -506,8 +506,7 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
             return [Row(SKIPPED, skipped, "Run the doctor without it.")]
         found = check(state)
     except Exception as error:
-        is_enough = is_message_enough(error)
-        if is_traceback_wanted() or not is_enough:
+        if not (is_enough := is_message_enough(error)):
             traceback.print_exc()
         return [Row(FAILED, str(error) if is_enough else f"{type(error).__name__}: {error}")]
     finally:

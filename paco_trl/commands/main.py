@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, is_message_enough, is_traceback_wanted
+from ..utils.errors import TRACEBACK, is_message_enough
 from ..utils.stopping import Stopped, stop_signals
 from ..utils.text import read_text
 
@@ -65,7 +65,7 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         with stop_signals() if command in (*_TRAINING, *_RESUMING) else nullcontext():
             return run()
     except Exception as error:
-        if is_traceback_wanted() or not is_message_enough(error):
+        if not is_message_enough(error):
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one

@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
-from ..utils.errors import is_message_enough, is_traceback_wanted
+from ..utils.errors import is_message_enough
 from ..utils.files import read_record, write_atomically
 from ..utils.names import is_local, public_name
 from ..utils.stopping import CallExecutor
@@ -135,7 +135,7 @@ class HubPusher:
             self._upload(staged, message, remedy)
         # Whatever it is: training continues, and the user is told
         except Exception as error:
-            trace = is_traceback_wanted() or not is_message_enough(error)
+            trace = not is_message_enough(error)
             logger.warning(f"A checkpoint was not pushed to the Hub, and training continues. {error}", exc_info=trace)
 
 

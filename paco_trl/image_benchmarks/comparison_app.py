@@ -27,7 +27,7 @@ from ..rollout.families import family_of
 from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
-from ..utils.errors import is_message_enough, is_traceback_wanted
+from ..utils.errors import is_message_enough
 from ..utils.files import read_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
@@ -221,7 +221,7 @@ def make_app(
         # Gradio shows the text as HTML, and ZeroGPU passes on no other error
         except Exception as error:
             if isinstance(error, ValueError) and is_message_enough(error):  # of a size or a prompt
-                raise gr.Error(html.escape(str(error)), print_exception=is_traceback_wanted()) from error
+                raise gr.Error(html.escape(str(error)), print_exception=False) from error
             kind = type(error).__name__
             raise gr.Error(f"The comparison failed ({kind}). Choose fewer panels; the log has details.") from error
 

@@ -14,13 +14,13 @@ _OF_THE_USER = (OSError, ArgumentError, yaml.YAMLError)
 _OF_THE_MACHINE = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
 
 
-def is_traceback_wanted() -> bool:
-    """Tell whether the user has asked for tracebacks."""
-    return os.environ.get(TRACEBACK, "0") != "0"
-
-
 def is_message_enough(error: BaseException) -> bool:
-    """Tell whether the message of an error is enough: a `raise` of this package wrote it, or the machine is the reason."""
+    """
+    Tell whether the message of an error is enough: a `raise` of this package wrote it, or the machine is the reason, and the
+    user has not asked for tracebacks.
+    """
+    if os.environ.get(TRACEBACK, "0") != "0":
+        return False
     if isinstance(error, _OF_THE_USER) or type(error).__name__ in _OF_THE_MACHINE:
         return True
     if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
