@@ -22,7 +22,6 @@ from paco_trl.image_benchmarks.report import (
     cell_text,
     check_card,
     choose_sets,
-    markdown_report,
     metric_table,
     save_generation_report,
     verdict,
@@ -215,12 +214,12 @@ def test_metric_tables_have_a_row_for_each_metric(results):
     assert rows_by_name(second)["Identity"][0] == "0.601 [0.581, 0.621]"
 
 
-def test_markdown_of_hostile_texts(results):
+def test_markdown_of_hostile_texts(results, tmp_path):
     evil = "fox | <script>alert(1)</script> [x](javascript:alert(1))\n# heading"
     results["systems"][1]["name"] = evil
     results["breakdowns"][0]["rows"][0]["label"] = evil
     results["notes"] = [evil]
-    markdown = markdown_report(results)
+    markdown = save_generation_report(results, tmp_path / "report")["markdown"].read_text(encoding="utf-8")
     assert "alert(1)" in markdown
     assert "<script" not in markdown and "](javascript" not in markdown and "\n# heading" not in markdown
     table = markdown.partition("## Breakdowns")[2].partition("\n## ")[0]

@@ -72,7 +72,7 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     # All are made before the first is written: they belong together
     texts = {
         "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        "results.md": markdown_report(results),
+        "results.md": str(_parts(results)),
         "report.html": page,
     }
     found = [name for name in texts if (folder / name).exists()]
@@ -97,11 +97,6 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     parts = _parts(results)
     shown = [parts.sections[title] for title in ("Results", "Images", "Notes")]
     console.print(Markdown("\n".join([parts.alerts, *shown])))
-
-
-def markdown_report(results: dict[str, Any]) -> str:
-    """Write the report as Markdown."""
-    return str(_parts(results))
 
 
 def _parts(results: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -55,13 +56,10 @@ def render_sheet(
         cell = min((width - gap * (1 + len(blocks))) // sum(map(len, blocks)) - gap for _, blocks in rows)
     highest, cell = cell * 3 // 2, cell * columns
     width = gap + max(sum(len(block) * (cell + gap) + gap for block in blocks) for _, blocks in rows)
-    strips = [_render_row(heading, [], width, cell, highest, letter)] if heading else []
+    rows = [*[(heading, [])] * bool(heading), *rows]
+    strips = [Image.new("RGB", (width, gap), "white")]
     strips += [_render_row(text, blocks, width, cell, highest, letter) for text, blocks in rows]
-    sheet, top = Image.new("RGB", (width, sum(strip.height for strip in strips) + gap), "white"), gap
-    for strip in strips:
-        sheet.paste(strip, (0, top))
-        top += strip.height
-    return sheet
+    return Image.fromarray(np.concatenate(list(map(np.asarray, strips))))
 
 
 def _render_row(
