@@ -17,7 +17,7 @@ import launching
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.trainer.losses import StepStatistics
+from paco_trl.trainer.losses import RatioStatistics
 from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring
 
@@ -77,7 +77,7 @@ class TestDefaults:
         ids=str,
     )  # fmt: skip
     def test_ratio_tolerance(self, make_config, settings, tolerance):
-        assert StepStatistics(Accelerator(cpu=True), make_config(**settings)).tolerance == tolerance
+        assert RatioStatistics(Accelerator(cpu=True), make_config(**settings)).tolerance == tolerance
 
     def test_a_config_made_from_a_config_is_the_same(self, make_config):
         config = make_config(

@@ -24,7 +24,7 @@ from paco_trl.rollout import FAMILIES, Family, FluxFamily, RecordedStep, SDESett
 from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import (
     PolicyStep,
-    StepStatistics,
+    RatioStatistics,
     clipped_surrogate,
     guarded_surrogate,
     predicted_deviation,
@@ -357,14 +357,14 @@ class TestRatio:
         latents = torch.zeros(4, 1)
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
         args = PaCoGRPOConfig("x", use_cpu=True, bf16=False, epsilon=1e-3, ratio_tolerance=1e-4)
-        statistics = StepStatistics(Accelerator(cpu=True), args)
+        statistics = RatioStatistics(Accelerator(cpu=True), args)
         for worst in (0.9e-4, 3e-4, -3e-4):  # the mean is below the tolerance
             ratio = torch.tensor([1.0, 1.0, 1.0 + worst, 1.0])
-            statistics.add(record, ratio, {}, torch.ones(4))
+            statistics.add_ratio(record, ratio, {}, torch.ones(4))
             for check in (lambda: statistics.check_ratio(1), lambda: statistics.finish(0, True, is_early=True)):
                 with nullcontext() if worst == 0.9e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
                     check()
-        statistics.add(record, torch.tensor([1.0, torch.nan, 1.0, 1.0]), {}, torch.ones(4))
+        statistics.add_ratio(record, torch.tensor([1.0, torch.nan, 1.0, 1.0]), {}, torch.ones(4))
         with pytest.raises(RuntimeError, match="not finite at optimizer step 5"):
             statistics.finish(5, is_on_policy=False, is_early=False)
 
@@ -399,9 +399,9 @@ class TestRatio:
         record = RecordedStep(1, *times, 0.9, sample, step.prev_sample, step.log_prob, [], step.mean)
         for difference in (0.0, 0.01, 0.3):
             caplog.clear()
-            statistics = StepStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=True))
+            statistics = RatioStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=True))
             log_prob = score_step(velocity + difference * noise, record, sde)[0]
-            statistics.add(record, torch.exp(log_prob - record.log_prob), {}, torch.ones(64))
+            statistics.add_ratio(record, torch.exp(log_prob - record.log_prob), {}, torch.ones(64))
             with pytest.raises(RuntimeError, match="ratio_tolerance") if difference == 0.3 else nullcontext():
                 statistics.check_ratio(1)
             with pytest.raises(RuntimeError, match="ratio_tolerance") if difference == 0.3 else nullcontext():
@@ -413,9 +413,9 @@ class TestRatio:
         record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
         ratio, clipped = torch.exp(torch.tensor([0.1, -0.1, 0.1, 5.0])), torch.tensor([1.0, 0.0, 0.0, 1.0])
         metrics = {"clip_ratio/low_mean": clipped, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}
-        statistics = StepStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))
+        statistics = RatioStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
-            statistics.add(record, ratio, metrics, weights)
+            statistics.add_ratio(record, ratio, metrics, weights)
         found = statistics.finish(0, False, is_early=True)
         assert found["approx_kl"] == pytest.approx(0.1**2 / 2)
         assert found["kl"] == 2.0 and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)

@@ -14,7 +14,7 @@ import torch
 from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
 from ..rollout.encoder import EncodedRows
-from ..rollout.policy import Policy
+from ..rollout.policy import Policy, Recording
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
@@ -54,7 +54,8 @@ class SampleGenerator:
             sample.noise_key = sample.initial_key = (self.args.seed, image)
 
         def generate(encoded: EncodedRows) -> list[RecordedStep]:
-            self.policy.generate(batch := Batch(samples), encoded, self.args.num_inference_steps, sde=sde)
+            recording = Recording(sde)
+            self.policy.generate(batch := Batch(samples), encoded, self.args.num_inference_steps, recording)
             return batch.steps
 
         return self._generate(generate)
@@ -67,7 +68,7 @@ class SampleGenerator:
         with self.policy.on_device():
             for _ in self.policy.rollout(
                 round, round.batches[0], self.args.num_inference_steps, encoded=self._encode(), is_collective=False,
-                sde=self.sde_settings(self.args.noise_level),
+                recording=Recording(self.sde_settings(self.args.noise_level)),
             ):  # fmt: skip
                 pass
         return round

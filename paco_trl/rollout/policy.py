@@ -7,8 +7,9 @@ It owns where VAE, weights and text encoders are.
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,19 @@ from .families import Family
 from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
 from .rounds import Batch, Completion, Round
 from .sde import SDESettings, sde_step, step_std
+
+
+@dataclass(frozen=True)
+class Recording:
+    """
+    What of a batch is recorded: the stochastic steps of `sde`, the last step, or nothing.
+
+    `finish` gets the batch while its prompts are on the accelerator, and may change its steps.
+    """
+
+    sde: SDESettings | None = None
+    last_step: bool = False
+    finish: Callable[[Batch], None] | None = None
 
 
 class Policy:
@@ -71,7 +85,7 @@ class Policy:
         encoded: EncodedRows | None = None,
         progress: str | None = None,
         is_collective: bool = True,
-        **recording: Any,
+        recording: Recording = Recording(),  # noqa: B008 (it is frozen)
     ) -> Iterator[list[Completion]]:
         """
         Generate batches of a round within [`~Policy.on_device`]; yield the completions that each of them finishes.
@@ -92,8 +106,8 @@ class Policy:
                 Description of the progress bar, if there is one.
             is_collective (`bool`):
                 Whether all processes call this; the images of a set may then be of several.
-            recording:
-                What is recorded, see [`PipelinePolicy.generate`].
+            recording ([`Recording`]):
+                What is recorded of each batch.
         """
         rows, in_turn = round.rows, round.rows_of(batches)
         gather = gather_object if is_collective else list
@@ -110,7 +124,7 @@ class Policy:
             if batch.samples[0].anchor is not None:
                 panels = [encode_anchor(sample.anchor) for sample in batch.samples]
                 anchors = [EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
-            self.generate(batch, of_batch, num_inference_steps, anchors=anchors, **recording)
+            self.generate(batch, of_batch, num_inference_steps, recording, anchors)
             yield round.finish(batch)
         has_sets = any(len(completion.samples) > 1 for completion in round.completions)
         if is_collective and has_sets and self.accelerator.num_processes > 1:
@@ -123,26 +137,21 @@ class Policy:
         batch: Batch,
         encoded: EncodedRows,
         num_inference_steps: int,
+        recording: Recording = Recording(),  # noqa: B008 (it is frozen)
         anchors: Iterable[EncodedImage] = (),
-        finish: Any = None,
-        **recording: Any,
     ) -> None:
-        """
-        Generate the images of a batch and record their steps, within [`~Policy.on_device`].
-
-        `anchors` are further source images. `finish` gets the batch while its prompts are on the accelerator.
-        """
+        """Generate the images of a batch and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
         samples = batch.samples
         arguments, kept, sources = self.inputs(encoded, [sample.call for sample in samples])
         images, batch.steps = self.pipeline_policy.generate(
             arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
-            [sample.noise_key for sample in samples], sources=[*sources, *anchors],
-            initial_keys=[sample.initial_key for sample in samples], **recording,
+            [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
+            sources=[*sources, *anchors], initial_keys=[sample.initial_key for sample in samples],
         )  # fmt: skip
         for sample, image in zip(samples, images, strict=True):
             sample.image = image
-        if finish is not None:
-            finish(batch)
+        if recording.finish is not None:
+            recording.finish(batch)
         if self.offload_embeddings:
             batch.steps = share_tensors(batch.steps, arguments, kept)
 

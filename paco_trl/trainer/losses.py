@@ -258,36 +258,60 @@ def nft_old_policy_decay(step: int, rate: float = 0.001, maximum: float = 0.5) -
 
 
 class StepStatistics:
-    """Collect the statistics of an optimizer step's micro-steps, and gather them once."""
+    """Collect statistics of an optimizer step's images (B,) over its micro-steps, and gather them once."""
 
     def __init__(self, accelerator: Accelerator, args: Any):  # PaCoGRPOConfig
         self.accelerator, self.args = accelerator, args
+        self.rows: list[torch.Tensor] = []  # one for each micro-step of the optimizer step
+        self._names: list[str] = []
+
+    def add(self, columns: dict[str, torch.Tensor]) -> None:
+        """Add the columns of a micro-step, without gradients."""
+        self._names = list(columns)
+        self.rows.append(torch.stack([column.detach().float() for column in columns.values()], dim=1))
+
+    def gather(self, last: int | None = None) -> dict[str, torch.Tensor]:
+        """Gather all micro-steps and start the next step, or only look at the `last`. Collective: call on all ranks."""
+        rows = self.rows if last is None else self.rows[-last:]
+        gathered = self.accelerator.gather(torch.cat(rows)).cpu()  # (images and steps, columns)
+        if last is None:
+            self.rows = []
+        return dict(zip(self._names, gathered.T, strict=True))
+
+
+def masked_means(columns: dict[str, torch.Tensor], is_valid: torch.Tensor) -> dict[str, float]:
+    """Compute the mean of each column over the images that count."""
+    count = is_valid.sum().clamp(min=1)
+    return {name: ((column * is_valid).sum() / count).item() for name, column in columns.items()}
+
+
+class RatioStatistics(StepStatistics):
+    """Collect ratios and what is logged with them, and check that a ratio is 1 before the first update on its round."""
+
+    def __init__(self, accelerator: Accelerator, args: Any):
+        super().__init__(accelerator, args)
         # Where the policy would be clipped before its first update. Kernels that round differently reach an eighth of it
         # (FLUX at 512 pixels, bf16), and a wrong replay a hundred times as much as they do
         self.tolerance: float = args.epsilon if args.ratio_tolerance is None else args.ratio_tolerance
-        self.rows: list[torch.Tensor] = []  # one for each micro-step of the optimizer step
-        self._names: list[str] = []  # of the columns that are logged as means
         # Sigmas and number of elements of each trained step
         self._steps: dict[int, tuple[float, float, float, int]] = {}
         self._has_warned = False
 
-    def add(
+    def add_ratio(
         self, record: RecordedStep, ratio: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Add a micro-step: ratio, `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
         log_ratio = ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log()  # it may underflow
         means = means | {"approx_kl": log_ratio**2 / 2}
         index, sigma = (torch.full_like(ratio, value) for value in (record.index, record.sigma))
-        self._names = list(means)
         self._steps[record.index] = record.sigma, record.sigma_next, record.sigma_max, record.prev_sample[0].numel()
-        columns = [index, (ratio - 1).abs(), sigma, (weights > 0).float(), *means.values()]
-        self.rows.append(torch.stack(columns, dim=1))  # (B, columns)
+        self.add({"index": index, "deviation": (ratio - 1).abs(), "sigma": sigma, "valid": weights > 0, **means})
 
     def check_ratio(self, num_micro_steps: int) -> None:
         """Check that the ratio of the last micro-steps is 1. Collective: call on all ranks."""
-        stats = self.accelerator.gather(torch.cat(self.rows[-num_micro_steps:])).cpu()
-        if not stats[:, 1].max().item() <= self.tolerance:  # NaN, too
-            raise RuntimeError(self._describe_deviation(stats))
+        columns = self.gather(num_micro_steps)
+        if not columns["deviation"].max().item() <= self.tolerance:  # NaN, too
+            raise RuntimeError(self._describe_deviation(columns))
 
     def finish(self, step: int, is_on_policy: bool, is_early: bool) -> dict[str, float]:
         """
@@ -296,39 +320,37 @@ class StepStatistics:
         On policy, a ratio further from 1 than `ratio_tolerance` is an error in an early round, and later a warning, as is
         one further than a tenth of `epsilon`.
         """
-        stats = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and steps, columns)
-        self.rows = []
-        index, deviation, _, valid, *means = stats.T
-        is_finite = torch.isfinite(stats)
+        columns = self.gather()
+        is_finite = torch.isfinite(torch.stack([*columns.values()], dim=1)).all(dim=1)
         if not is_finite.all():
             raise RuntimeError(
                 f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
-                f"({int((~is_finite.all(dim=1)).sum())} of {len(stats)} micro-batch rows). The weights or "
+                f"({int((~is_finite).sum())} of {len(is_finite)} micro-batch rows). The weights or "
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
+        index, deviation = columns["index"], columns["deviation"]
         if is_on_policy:
             worst = deviation.max().item()
             if is_early and worst > self.tolerance:
-                raise RuntimeError(self._describe_deviation(stats))
+                raise RuntimeError(self._describe_deviation(columns))
             if worst > min(self.tolerance, self.args.epsilon / 10) and not self._has_warned:
                 self._has_warned = True
                 if self.accelerator.is_main_process:
-                    logger.warning(f"Optimizer step {step}: {self._describe_deviation(stats)}")
+                    logger.warning(f"Optimizer step {step}: {self._describe_deviation(columns)}")
         metrics = {}
         name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
         for trained in index.unique():
             metrics[f"{name}/step_{int(trained)}"] = deviation[index == trained].mean().item()
-        count = valid.sum().clamp(min=1)
-        means = {
-            name: ((column * valid).sum() / count).item() for name, column in zip(self._names, means, strict=True)
+        logged = {
+            name: column for name, column in columns.items() if name not in ("index", "deviation", "sigma", "valid")
         }
-        return metrics | means
+        return metrics | masked_means(logged, columns["valid"])
 
-    def _describe_deviation(self, stats: torch.Tensor) -> str:
-        """Describe by step how far the ratios of gathered rows are from 1, and how far rounding may move them."""
+    def _describe_deviation(self, columns: dict[str, torch.Tensor]) -> str:
+        """Describe by step how far the gathered ratios are from 1, and how far rounding may move them."""
         args, lines = self.args, ["step    sigma   mean |ratio - 1|    max |ratio - 1|    predicted"]
-        for step in stats[:, 0].unique():
-            _, deviation, sigma, *_ = stats[stats[:, 0] == step].T
+        for step in columns["index"].unique():
+            deviation, sigma = (columns[name][columns["index"] == step] for name in ("deviation", "sigma"))
             predicted = predicted_deviation(
                 *self._steps[int(step)], args.noise_level, args.sde_type, args.loss_type == "grpo_guard"
             )
@@ -336,7 +358,7 @@ class StepStatistics:
             lines.append(f"{int(step):4d}   {sigma[0]:.4f}   {numbers}")
         return (
             "Before an update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is up to "
-            f"{stats[:, 1].max().item():.3g} (`ratio_tolerance` is {self.tolerance:.3g}, `epsilon` "
+            f"{columns['deviation'].max().item():.3g} (`ratio_tolerance` is {self.tolerance:.3g}, `epsilon` "
             f"{args.epsilon:g}):\n" + "\n".join(lines) + "\nRollout and training compute different numbers: look for "
             "dropout, for layers that behave differently with gradients, for an adapter that only one of the two uses, for a "
             "compiled replay. In bf16 on an accelerator it can be rounding, above all with a larger "

@@ -69,7 +69,7 @@ from ..rollout.loading import (
     pipeline_quantization,
     read_peft_config,
 )
-from ..rollout.policy import Policy, score_step
+from ..rollout.policy import Policy, Recording, score_step
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
@@ -91,6 +91,7 @@ from .config_utils import copy_config, end_explained, warn_of_newer_versions
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
+    RatioStatistics,
     StepStatistics,
     clipped_surrogate,
     gaussian_kl,
@@ -198,7 +199,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     _tag_names = ["paco-trl", "trl", "paco-grpo", "grpo"]
     _name = "PaCo-GRPO"
     _paper = PAPER
-    _statistics_class = StepStatistics
+    _statistics_class: type[StepStatistics] = RatioStatistics
     _config_class = PaCoGRPOConfig
     _record_class = RecordedStep  # of a pending round
 
@@ -595,7 +596,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
             with self._generating(round) as recording:
                 for finished in self.policy.rollout(
                     round, batches, args.num_inference_steps, encoded=encoded,
-                    progress=None if is_hidden else f"Round {round.index}: generating", **recording,
+                    progress=None if is_hidden else f"Round {round.index}: generating", recording=recording,
                 ):  # fmt: skip
                     scoring.add(finished)
             rollout_time = time.perf_counter() - started
@@ -610,10 +611,10 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         return scoring.scores
 
     @contextmanager
-    def _generating(self, round: TrainingRound) -> Iterator[dict[str, Any]]:
+    def _generating(self, round: TrainingRound) -> Iterator[Recording]:
         """Place the weights that generate a round, and return what is recorded of it."""
         with self.policy.on_device(self._divided_engine):
-            yield {"sde": round.sde}
+            yield Recording(round.sde)
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
         """Tell which prompts of a round are trained, of the sums of rewards of its images."""
@@ -769,7 +770,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
-        self.statistics.add(record, ratio, metrics, weights)
+        self.statistics.add_ratio(record, ratio, metrics, weights)
         is_on_policy = step == self.round.global_step
         is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:

@@ -13,6 +13,7 @@ from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
 from ..rewards.scoring import Scores
 from ..rollout import Family, RecordedStep, calls_at, keyed_generator, predict
+from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
 from ..utils.images import to_device
 from ..utils.paper import AWM_PAPER, NFT_PAPER
@@ -20,6 +21,7 @@ from .losses import (
     StepStatistics,
     add_flow_noise,
     clipped_surrogate,
+    masked_means,
     matching_log_prob,
     nft_loss,
     nft_old_policy_decay,
@@ -49,29 +51,29 @@ class NoisedStep(RecordedStep):
 
 
 class VelocityStatistics(StepStatistics):
-    """Collect the velocity statistics of an optimizer step's micro-steps, and gather them once."""
+    """Collect velocities and what is logged with them, and check the first ones against those that generated."""
 
-    def add(self, velocity: torch.Tensor, old_velocity: torch.Tensor, values: dict, weights: torch.Tensor) -> None:
-        """Add a micro-step, with further values (B,) by name; images of weight 0 are not counted."""
+    def add_velocity(
+        self, velocity: torch.Tensor, old_velocity: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
+    ) -> None:
+        """Add a micro-step: `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
         deviation = velocity_error(velocity.detach().float(), old_velocity)
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
-        self._names = ["velocity_deviation", *values]
-        columns = [size, weights > 0, deviation, *values.values()]
-        self.rows.append(torch.stack([column.detach().float() for column in columns], dim=1))  # (B, columns)
+        self.add({"size": size, "valid": weights > 0, "velocity_deviation": deviation, **means})
 
-    def finish(self, step: int) -> dict[str, float]:  # type: ignore[override]  # called below
+    def finish(self, step: int) -> dict[str, float]:
         """Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks."""
-        rows = self.accelerator.gather(torch.cat(self.rows)).cpu()  # (images and times, columns)
-        self.rows = []
-        if not torch.isfinite(rows).all():
+        columns = self.gather()
+        if not torch.isfinite(torch.stack([*columns.values()])).all():
             raise RuntimeError(f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`.")
-        size, valid, deviation, *_ = rows.T
+        size, is_valid, deviation = columns.pop("size"), columns.pop("valid"), columns["velocity_deviation"]
         if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
-            cure = "Look for dropout, for layers that behave differently with gradients, for a compiled forward"
-            raise RuntimeError(f"Before the first update trained and old velocity differ by {fraction:.1%}. {cure}.")
-        count = valid.sum().clamp(min=1)
-        return {name: ((v * valid).sum() / count).item() for name, v in zip(self._names, rows.T[2:], strict=True)}
+            raise RuntimeError(
+                f"Before the first update trained and old velocity differ by {fraction:.1%}. Look for dropout, for layers "
+                "that behave differently with gradients, for a compiled forward."
+            )
+        return masked_means(columns, is_valid)
 
 
 class PaCoNFTTrainer(PaCoGRPOTrainer):
@@ -142,13 +144,13 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             self.old_policy.step()
 
     @contextmanager
-    def _generating(self, round: TrainingRound) -> Iterator[dict[str, Any]]:
+    def _generating(self, round: TrainingRound) -> Iterator[Recording]:
         """Place the weights that generate a round: of the old policy in DiffusionNFT, and those in training in AWM."""
         is_old = self.args.loss_type == "nft"
         old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage) if is_old else nullcontext()
         with old_policy, self.policy.on_device(self._divided_engine):
             # No stochastic step is recorded, but the images' latents, which are noised to each trained time
-            yield {"finish": self._noise, "record_last_step": True}
+            yield Recording(last_step=True, finish=self._noise)
 
     def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
         """Generate and score batches, and in AWM predict the old policy's velocities, which its loss is restrained by."""
@@ -199,7 +201,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
             kl = velocity_error(velocity.float(), ref_velocity.float())
             loss = loss + self.beta * kl
             values["kl"] = kl
-        self.statistics.add(velocity, record.old_velocity.float(), values, weights)
+        self.statistics.add_velocity(velocity, record.old_velocity.float(), values, weights)
         if self.accelerator.sync_gradients:
             self._step_metrics = self.statistics.finish(self.state.global_step)
             if args.keeps_old_policy:
