@@ -37,9 +37,9 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards
     check_is_dataset(dataset, "train_dataset")
     rows = PromptRows(dataset, args, "the dataset")
     args.fit_round(count := len(rows.calls))
-    if count < (layout := args.round_plan).num_prompts:
+    if count < (plan := args.round_plan).num_prompts:
         raise ValueError(
-            f"The dataset has {count} prompt(s), but a round takes {layout.num_prompts}: {layout.describe()} Set "
+            f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.describe()} Set "
             f"`num_prompts_per_generation` to at most {count}, or add prompts."
         )
     check_columns(rewards.functions, rows.dataset, "the dataset")
@@ -94,8 +94,8 @@ def check_prompts(
 
 def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
     """Check that one call of the pipeline can generate a batch, also where it crosses prompts."""
-    most, layout, sizes = family.max_batch_size, args.round_plan, set(rows.training_sizes)
-    batches = {layout.rollout_batch_option: layout.rollout_batch_size}
+    most, plan, sizes = family.max_batch_size, args.round_plan, set(rows.training_sizes)
+    batches = {plan.rollout_batch_option: plan.rollout_batch_size}
     batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for option, size in batches.items():
         if most is not None and size > most:
@@ -104,7 +104,7 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
         if size > 1 and rows.is_anchored and not family.batches_sources:
             problem = f"images of a batch share their source images with {type(pipeline).__name__}"
             raise ValueError(f"`{option}` is {size} and `panel_generation` 'anchored', but {problem}. Set it to 1.")
-    if args.num_generations % layout.rollout_batch_size == 0:
+    if args.num_generations % plan.rollout_batch_size == 0:
         return
     if len(sizes) > 1:
         reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
@@ -114,7 +114,7 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
         reason = f"{type(pipeline).__name__} encodes prompts to different lengths"
     else:
         return
-    rule = f"`{layout.rollout_batch_option}` ({layout.rollout_batch_size}) must divide `num_generations`"
+    rule = f"`{plan.rollout_batch_option}` ({plan.rollout_batch_size}) must divide `num_generations`"
     raise ValueError(f"{reason}, so a batch must not cross prompts: {rule} ({args.num_generations}).")
 
 

@@ -358,9 +358,9 @@ class PaCoGRPOConfig(GRPOConfig):
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is planned before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         name_checkpointing(self)
-        layout = self._plan_round(*requested, num_processes=num_processes)
-        self.gradient_accumulation_steps = layout.gradient_accumulation_steps
-        self.steps_per_generation, self.generation_batch_size = layout.steps_per_generation, None  # TRL takes one
+        plan = self._plan_round(*requested, num_processes=num_processes)
+        self.gradient_accumulation_steps = plan.gradient_accumulation_steps
+        self.steps_per_generation, self.generation_batch_size = plan.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
         super().__post_init__()
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
@@ -371,20 +371,18 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.world_size != num_processes:
             problem = f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}"
             raise ValueError(f"{problem}. Start it with `accelerate launch` or `torchrun`.")
-        self.generation_batch_size = layout.num_images
-        self.num_prompts_per_generation = layout.num_prompts
-        self.optimizer_steps_per_generation = layout.num_optimizer_steps
+        self.generation_batch_size = plan.num_images
+        self.num_prompts_per_generation = plan.num_prompts
+        self.optimizer_steps_per_generation = plan.num_optimizer_steps
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
         self._is_default_round = num_prompts is None and requested[2:] == (None,) * 3
         expected = 42 if self._is_default_round else num_prompts
-        if expected is not None and requested[2:4] == (None, None) and layout.num_prompts != expected:
-            numbers = f"from {expected} to {layout.num_prompts}, which divides"
-            logger.warning(f"`num_prompts_per_generation` is rounded up {numbers}: {layout.describe()}")
-        if requested[1] is None and layout.num_optimizer_steps > 2:
-            logger.warning(
-                f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {layout.describe()}"
-            )
+        if expected is not None and requested[2:4] == (None, None) and plan.num_prompts != expected:
+            numbers = f"from {expected} to {plan.num_prompts}, which divides"
+            logger.warning(f"`num_prompts_per_generation` is rounded up {numbers}: {plan.describe()}")
+        if requested[1] is None and plan.num_optimizer_steps > 2:
+            logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.describe()}")
 
     def fit_round(self, count: int) -> None:
         """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""

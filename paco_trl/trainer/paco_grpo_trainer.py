@@ -774,7 +774,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         is_on_policy = step == self.round.global_step
         is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
         if is_on_policy and step == self._initial_global_step and is_complete:
-            self.statistics.check_ratio(num_trained)  # at the first image, without waiting for the others
+            self.statistics.check_ratio(num_trained)  # image by image, without waiting for the whole step
         if self.accelerator.sync_gradients:
             # A new adapter is zero: what differs in it shows in the next round
             is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
