@@ -15,7 +15,8 @@ LINTED := paco_trl examples tests benchmarks model_cards docs/*.py
 CALLS_ONLY := --cache-dir=.mypy_cache/benchmarks --follow-imports=silent --no-warn-unused-ignores $(addprefix --disable-error-code=,arg-type assignment \
     call-overload import-untyped index list-item method-assign misc type-var union-attr var-annotated)
 
-.PHONY: help demo test test-slow test-cuda test-lowest test-vllm gpu docs quality style clean
+.PHONY: help demo test test-slow simulated-cuda test-cuda test-lowest test-vllm gpu docs quality lint types types-of-benchmarks \
+	style clean
 
 help:
 	@echo "make demo         the whole method on toy models, into demo-output/ (CPU, offline)"
@@ -53,6 +54,10 @@ test: .venv/.installed
 
 test-slow:
 	$(MAKE) test MARK=slow
+
+# What `test-cuda` builds first
+simulated-cuda: .venv/.installed
+	$(BIN)/python tests/simulated_cuda -c ""
 
 # Nothing is compiled there: Triton would look for a real driver
 test-cuda: .venv/.installed
@@ -98,10 +103,17 @@ gpu:
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-quality: .venv/.installed
+# Parts that `make -j 2` runs at the same time
+quality: lint types types-of-benchmarks
+
+lint: .venv/.installed
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
+
+types: .venv/.installed
 	$(BIN)/mypy
+
+types-of-benchmarks: .venv/.installed
 	MYPYPATH=$(shell echo benchmarks/*/ examples tests | tr ' ' :) $(BIN)/mypy benchmarks/*/*.py benchmarks/miniature/claims $(CALLS_ONLY)
 
 style: .venv/.installed
