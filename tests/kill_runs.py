@@ -19,9 +19,11 @@ import torch
 from accelerate.utils import is_deepspeed_available
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from launching import CPU_DDP, CPU_ZERO3, _accelerate_environments
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl.hub.cards import _TEMPLATES
 from paco_trl.rewards import redness_reward
 from testing_utils import LORA, SMALL_RUN, square_prompts
 
@@ -31,6 +33,11 @@ if is_deepspeed_available():
 
     # Its operator for shared memory would be compiled first, by all cores for half a minute; without it gloo is used
     deepspeed.ops.__compatible_ops__ = {}
+
+# What every run begins with: transformers compiles thousands of patterns for its first model, and jinja the card
+get_checkpoint_conversion_mapping("t5")
+_TEMPLATES.get_template("paco_grpo_model_card.md.jinja")
+square_prompts()
 
 # 8 optimizer steps, two a round. An epoch of the twelve prompts is three rounds, so checkpoint-6 ends one
 SETTINGS = SMALL_RUN | {

@@ -2,7 +2,8 @@
 """
 Commands in processes of their own, forked from one in which everything is imported: an import takes ten seconds.
 
-One test for each command starts a real process instead, by `sys.executable`, to show that its entry works.
+A few tests start real processes instead, by `sys.executable`, to show that the entries work; one of them starts the real
+launcher of accelerate (`test_preemption.py::TestCommands::test_a_launcher_passes_it_on`).
 """
 
 import atexit
@@ -36,6 +37,7 @@ PRELOADED = [
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
     "paco_trl.commands.main", "paco_trl.commands.doctor", "paco_trl.trainer.paco_grpo_trainer",
     "paco_trl.trainer.paco_reward_trainer",
+    "diffusers.pipelines.onnx_utils", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_config",
 ]  # fmt: skip
 
 
@@ -70,15 +72,6 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
-
-
-def launch(command: list, *, config: Path, cwd=None, env=None, timeout=540) -> str:
-    """Run a script by the real `accelerate launch`, and give what it printed."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    launcher += ["--main_process_port", str(free_port()), *map(str, command)]
-    done = subprocess.run(launcher, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
 
 
 def _accelerate_environments(config: Path) -> list[dict[str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts in examples/ on two processes and tiny models: as users start them, or with ZeRO-3."""
+"""The scripts in examples/ on two processes and tiny models, with DDP or ZeRO-3."""
 
 import contextlib
 import io
@@ -54,11 +54,11 @@ def test_the_papers_settings_are_the_defaults(script, monkeypatch):
     assert len(paper) > 12 and {name: defaults[name] for name in paper} == paper
 
 
-def launch(folder: Path, script: str, start=launching.launch, config=CPU_ZERO3, **settings) -> Path:
+def launch(folder: Path, script: str, config=CPU_ZERO3, **settings) -> Path:
     """Train by the script, with the settings in a file; return the directory of the adapter."""
     (folder / "settings.yaml").write_text(yaml.safe_dump(COMMON | {"dataset_name": str(folder / "data")} | settings))
     command = [f"examples/{script}.py", "--config", folder / "settings.yaml", "--output_dir", folder / "out"]
-    start(command, config=config, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    launching.check_run(command, config=config, cwd=ROOT, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     return folder / "out"
 
 
@@ -94,7 +94,7 @@ def test_edits(script, tiny_qwen, tmp_path):
     models = {"model_name_or_path": str(model), "judge_model": str(tiny_qwen)}
     # The pipelines read sources at about a megapixel times this scale squared
     size = {"height": 1024, "width": 1024, "resolution_scale": 1 / 16}
-    check_adapter(model, launch(tmp_path, script, launching.check_run, **models, **IMAGES, **size))
+    check_adapter(model, launch(tmp_path, script, **models, **IMAGES, **size))
 
 
 @pytest.mark.slow

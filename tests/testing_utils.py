@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabulary that several tests share."""
 
+import functools
 import inspect
 import io
 import json
@@ -112,6 +113,7 @@ CHROMIUM_ARGUMENTS = (
 ).split()
 
 
+@functools.cache
 def square_prompts() -> Dataset:
     """Twelve 2x2 image-set prompts without sizes of their own."""
     dataset = load_image_set_prompts(demo_prompts_path()).remove_columns(["height", "width"])
