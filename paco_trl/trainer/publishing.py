@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..hub.cards import save_card
 from ..hub.files import foreign_files
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
+from ..utils.fingerprint import version
 from ..utils.names import public_name, relative_name
 from .model_cards import LIBRARIES, cached_commit, hardware_of
 

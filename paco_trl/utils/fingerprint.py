@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import nn
 from .files import digest
 from .names import is_local, public_name
 
+
+version = functools.cache(metadata.version)  # which parses a file each time
 
 # Number of values per weight. Training changes nearly all of them
 _SAMPLE = 1024
