@@ -156,7 +156,8 @@ class TestTraining:
         method = list(METHODS)[list(CASES).index(family) % len(METHODS)]  # FLUX has all, above
         trainer = make_trainer(
             model=str(folder), quantization=method, train_dataset=make_dataset(case.num_images), height=side, width=side,
-            resolution_scale=scale, num_prompts_per_generation=2, max_steps=1, **case.settings,
+            resolution_scale=scale, num_prompts_per_generation=2, max_steps=1,
+            **case.settings | {"num_generations": 2, "per_device_train_batch_size": 2},
         )  # fmt: skip
         assert "transformer" in trainer.quantization and "text_encoder" in trainer.quantization
         assert trainer.pipeline.text_encoder.dtype == torch.float32  # which pipelines cast embeddings to
@@ -166,7 +167,8 @@ class TestTraining:
     @pytest.mark.slow
     @pytest.mark.parametrize("method", ["int8", "fp8_storage"])
     def test_resume_is_bit_exact(self, make_trainer, method, tmp_path):
-        settings = {"quantization": method, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        settings = {"quantization": method, "num_prompts_per_generation": 2, "max_steps": 3}
+        settings |= {"save_strategy": "steps", "save_steps": 1}
         whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
         whole.train()
         shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
@@ -278,7 +280,7 @@ class TestRefused:
 
 @pytest.mark.parametrize("method", SLOW_METHODS)
 def test_doctor(examine, method):
-    rows = examine(quantization=method)
+    rows = examine(quantization=method, plans=True)
     assert verdicts(rows) == HEALTHY
 
 
