@@ -178,7 +178,7 @@ def test_two_processes_with_zero3_equal_one(tiny_flux, tmp_path):
     settings = {
         "loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "num_noise_levels": 2, "max_steps": 4,
         "reward_funcs": redness_reward, "eval_strategy": "no", "multi_objective_aggregation": "sum_then_normalize",
-        "old_policy_decay_rate": 0.1,
+        "old_policy_decay_rate": 0.1, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2,
     }  # fmt: skip
     one, zero3 = (
         Run(fork_context(), tiny_flux, tmp_path / str(n), processes=n, zero3=n == 2, **settings).state()

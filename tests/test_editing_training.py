@@ -267,15 +267,16 @@ class TestEncoding:
                 found = encoded[number].prompt["prompt_embeds"]
                 assert (found.shape == expected.shape and torch.equal(found, expected)) == (source == number)
 
-    @pytest.mark.parametrize("build", ["klein", "kontext"])
-    def test_sources_are_encoded_without_tiles(self, request, tmp_path, build):
+    # Kontext reads them at about a megapixel
+    @pytest.mark.parametrize(("build", "tile"), [("klein", 32), ("kontext", 256)])
+    def test_sources_are_encoded_without_tiles(self, request, tmp_path, build, tile):
         """As the pipeline encodes them, also if images are decoded in tiles (`vae_tiling`)."""
         edit, latents = edits(*[("Paint it red.", picture(64, 96, 0))] * 2), []
         for tiling in (False, True):
             folder = request.getfixturevalue(build)
             trainer = make(folder, edit, tmp_path / str(tiling), vae_tiling=tiling, guidance_scale=1.0)
             vae, rows, encoder = trainer.pipeline.vae, trainer.train_rows, trainer.policy.encoder
-            vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 32 // trainer.pipeline.vae_scale_factor
+            vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // trainer.pipeline.vae_scale_factor
             encoder.encode(rows, [0])
             latents += fetch(encoder, rows, [0]).embeddings[0].image_latents
             pixels = trainer.family.image_pixels(trainer.pipeline, fetch(encoder, rows, [0]).source_images(0)[0])

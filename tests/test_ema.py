@@ -271,7 +271,8 @@ def train_and_look(model: str, output: Path, options: dict) -> None:
                 image.save(output / f"{series[-1]}_{names[prompt]}.png")
         return redness_reward(prompts, completions)
 
-    settings = SMALL_RUN | {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 3e-2, **options}
+    settings = SMALL_RUN | {"num_prompts_per_generation": 2, "per_device_train_batch_size": 2, "max_steps": 3}
+    settings |= {"learning_rate": 3e-2, "gradient_checkpointing": False, **options}
     # 3 does not divide by 2, nor do some of the weights' sizes
     adapter = LoraConfig(r=3, lora_alpha=6, init_lora_weights="gaussian")
     args = PaCoGRPOConfig(str(output), num_inference_steps_eval=2, ema_decay=0.7, **settings)

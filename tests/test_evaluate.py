@@ -371,7 +371,8 @@ def train_and_evaluate(model: str, output: str) -> None:
         ]
 
     settings = SMALL_RUN | {
-        "max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_inference_steps_eval": 2,
+        "max_steps": 6, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False,
+        "per_device_eval_batch_size": 2, "num_inference_steps_eval": 2,
         "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "load_best_model_at_end": True, "log_completions": True,
         "ddp_backend": "gloo" if "RANK" in os.environ else None,

@@ -35,7 +35,7 @@ class Case:
     build: str
     num_images: int = 0
     settings: dict = field(default_factory=dict)
-    rounds: int = 10
+    rounds: int = 4
 
     @property
     def sizes(self) -> dict:
@@ -48,20 +48,20 @@ class Case:
 FEW_IMAGES = {"num_generations": 4, "per_device_train_batch_size": 4}
 TRUE_GUIDANCE = {"guidance_scale": 4.0, "negative_prompt": " "}
 CASES = {
-    "kontext": Case("build_tiny_flux_kontext", 1, {"guidance_scale": 2.5, "num_generations": 16}),
-    "qwen-image": Case("build_tiny_qwen_image", 0, TRUE_GUIDANCE),
-    "qwen-image-edit": Case("build_tiny_qwen_image_edit", 1, TRUE_GUIDANCE),
-    "qwen-image-edit-plus": Case("build_tiny_qwen_image_edit_plus", 2, TRUE_GUIDANCE),
-    "qwen-image-2.1": Case("build_tiny_qwen_image_21", 1, TRUE_GUIDANCE | {"learning_rate": 5e-3}),
-    "longcat-image": Case("build_tiny_longcat_image", 0, {"guidance_scale": 4.0, **FEW_IMAGES}, rounds=6),
-    "longcat-image-edit": Case("build_tiny_longcat_image_edit", 1, {"guidance_scale": 4.0, **FEW_IMAGES}, rounds=6),
-    "ovis-image": Case("build_tiny_ovis_image", 0, {"guidance_scale": 5.0}, rounds=8),
-    "stable-diffusion-3": Case("build_tiny_stable_diffusion_3", 0, {"guidance_scale": 4.5}, rounds=6),
-    "flux2": Case("build_tiny_flux2", 0, {"guidance_scale": 4.0, **FEW_IMAGES}, rounds=6),
+    "kontext": Case("build_tiny_flux_kontext", 1, {"guidance_scale": 2.5, "num_generations": 16}, rounds=7),
+    "qwen-image": Case("build_tiny_qwen_image", 0, TRUE_GUIDANCE, rounds=8),
+    "qwen-image-edit": Case("build_tiny_qwen_image_edit", 1, TRUE_GUIDANCE, rounds=7),
+    "qwen-image-edit-plus": Case("build_tiny_qwen_image_edit_plus", 2, TRUE_GUIDANCE, rounds=10),
+    "qwen-image-2.1": Case("build_tiny_qwen_image_21", 1, TRUE_GUIDANCE | {"learning_rate": 5e-3}, rounds=7),
+    "longcat-image": Case("build_tiny_longcat_image", 0, {"guidance_scale": 4.0, **FEW_IMAGES}),
+    "longcat-image-edit": Case("build_tiny_longcat_image_edit", 1, {"guidance_scale": 4.0, **FEW_IMAGES}),
+    "ovis-image": Case("build_tiny_ovis_image", 0, {"guidance_scale": 5.0}, rounds=6),
+    "stable-diffusion-3": Case("build_tiny_stable_diffusion_3", 0, {"guidance_scale": 4.5}),
+    "flux2": Case("build_tiny_flux2", 0, {"guidance_scale": 4.0, **FEW_IMAGES}),
     "flux2-klein": Case(
-        "build_tiny_flux2_klein", 1, {"guidance_scale": 4.0, "detach_unconditional": True, **FEW_IMAGES}, rounds=6
+        "build_tiny_flux2_klein", 1, {"guidance_scale": 4.0, "detach_unconditional": True, **FEW_IMAGES}, rounds=5
     ),
-    "z-image": Case("build_tiny_z_image", 0, {"guidance_scale": 5.0}, rounds=6),
+    "z-image": Case("build_tiny_z_image", 0, {"guidance_scale": 5.0}),
 }
 
 

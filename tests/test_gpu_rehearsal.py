@@ -54,7 +54,7 @@ def settings_of(entries: list[dict]) -> list[str]:
 @pytest.mark.slow
 def test_steps_write_their_results(gpu, forked, rehearse, tmp_path):
     """One of each kind; all of them run on a simulated GPU (`test_simulated_gpu.py`)."""
-    chosen = ["tests", "flux-512-memory", "training", "flux-512-tail", "judge-scoring", "judge-training"]
+    chosen = ["tests", "training", "flux-512-tail", "judge-scoring", "judge-training"]
     code, steps, printed = rehearse("--steps", *chosen)
     logs = [(tmp_path / f"{name}.log").read_text()[-3000:] for name in steps if steps[name]["result"] == "failed"]
     assert code == 0 and list(steps) == chosen, "\n".join(logs)
@@ -67,7 +67,7 @@ def test_steps_write_their_results(gpu, forked, rehearse, tmp_path):
         ratios = [number for of in report["ratios"].values() for number in (of.values() if type(of) is dict else [of])]
         assert ratios and all(str(number) in text for number in ratios), name
     sweeps = {name: report for name, report in reports.items() if "sweep" in report}
-    assert len(sweeps) == 3
+    assert len(sweeps) == 2
     for report in sweeps.values():
         for run in report["runs"]:
             assert run["seconds of a forward, an image"] > 0 and run["TFLOP of a forward, an image"] > 0
@@ -75,10 +75,6 @@ def test_steps_write_their_results(gpu, forked, rehearse, tmp_path):
             assert len(run["largest mean |ratio - 1| on policy, by round"]) == 2
             assert run["setting"] in printed
     assert reports["tests"]["ratios"]["tests"]["passed"] >= 6
-    # Every setting ran, or is left out with its reason
-    memory = sweeps["flux-512-memory"]
-    assert settings_of(memory["runs"])[:2] == ["batch 2", "batch 2, checkpointing False"]
-    assert "batch 2, quantization nf4" in settings_of(memory["runs"] + memory["left out"])
     forwards = [run["forwards of the rollout, an image"] for run in sweeps["flux-512-tail"]["runs"]]
     # Of 4 steps, the second of which is stochastic: all, and with one step after it
     assert forwards == [4, 3]

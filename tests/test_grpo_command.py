@@ -22,11 +22,11 @@ from testing_utils import check_frozen_weights_are_not_saved, check_same_trainin
 
 # Two sizes and micro-batches of two images; the learning rate is high because the tiny model's gradients are small
 SETTINGS = {
-    "rewards": ["redness"], "num_generations": 4, "num_prompts_per_generation": 6, "per_device_train_batch_size": 2,
+    "rewards": ["redness"], "num_generations": 4, "num_prompts_per_generation": 4, "per_device_train_batch_size": 2,
     "num_inference_steps": 4, "max_steps": 4, "learning_rate": 1e-2, "report_to": "none", "save_strategy": "steps",
     # 15 prompts: over two processes one is drawn twice, and must not count twice
     "save_steps": 2, "eval_split": "train", "eval_strategy": "steps", "eval_steps": 4, "num_inference_steps_eval": 2,
-    "use_cpu": True, "bf16": False, "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
+    "use_cpu": True, "bf16": False, "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True, "gradient_checkpointing": False,
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def alone(workspace) -> Path:
 
 def check(output: Path, reference: Path) -> None:
     """The same training in two rounds, evaluations and losses included; four steps of Adam move a weight by 4e-2."""
-    check_same_training(output, reference, rounds=2, images=24, tolerance=1e-3)
+    check_same_training(output, reference, rounds=2, images=16, tolerance=1e-3)
     states = [json.loads((path / "checkpoint-4" / "trainer_state.json").read_text()) for path in (output, reference)]
     for key, count in (("eval_reward", 1), ("loss", 4)):
         values, expected = ([entry[key] for entry in state["log_history"] if key in entry] for state in states)
@@ -124,9 +124,8 @@ with open(sys.argv[sys.argv.index("--output_dir") + 1] + "/watched.json", "w") a
 @pytest.mark.slow
 def test_zero3_without_gathering_for_the_rollout(workspace, alone):
     (workspace / "watched.py").write_text(WATCHED)
-    output = zero3(
-        workspace, "zero3-sharded", "--ds3_gather_for_generation", "False", start=[workspace / "watched.py"]
-    )
+    options = ("--ds3_gather_for_generation", "False", "--gradient_checkpointing", "True")
+    output = zero3(workspace, "zero3-sharded", *options, start=[workspace / "watched.py"])
     check(output, alone)
     # No GPU ever has to hold the transformer: its weights are divided one after the other
     watched = json.loads((output / "watched.json").read_text())
@@ -149,7 +148,7 @@ def test_zero3_in_bf16(workspace, alone):
 
 EDITS = SETTINGS | {
     "edits": True, "guidance_scale": 4.0, "negative_prompt": " ", "num_prompts_per_generation": 2, "sde_steps": [0, 1],
-    "num_inference_steps": 3, "max_steps": 2, "save_strategy": "no", "gradient_checkpointing": False,
+    "num_inference_steps": 3, "max_steps": 2, "save_strategy": "no",
     # The pipeline reads sources at about a megapixel times this scale squared
     "height": 1024, "width": 1024, "resolution_scale": 1 / 16,
 }  # fmt: skip

@@ -45,7 +45,7 @@ def consistency(server: JudgeServer, max_pairs: int = 1) -> ConsistencyReward:
 @pytest.mark.slow
 def test_the_images_follow_a_judge_over_http(make_trainer):
     settings = {"max_steps": 32, "num_generations": 8, "num_prompts_per_generation": 6, "epsilon": 1e-3}
-    settings |= {"per_device_train_batch_size": 8, "gradient_checkpointing": False, "learning_rate": 2e-2}
+    settings |= {"per_device_train_batch_size": 24, "gradient_checkpointing": False, "learning_rate": 2e-2}
     for sign in (1, -1):  # the twin: a judge that says the opposite
         with JudgeServer(lambda *asked, sign=sign: sign * redness(*asked)) as server:
             trainer = make_trainer(

@@ -128,7 +128,6 @@ class TestInOneProcess:
         ("at", "number", "step", "is_round_pending", "is_evaluated"),
         [
             pytest.param(REWARDS, signal.SIGTERM, 6, False, True, id="rewards"),
-            pytest.param(GENERATION, signal.SIGTERM, 4, False, False, marks=pytest.mark.slow, id="generation"),
             pytest.param(STEP, signal.SIGUSR1, 5, True, False, marks=pytest.mark.slow, id="step"),
             pytest.param(EVALUATION, signal.SIGTERM, 6, False, False, marks=pytest.mark.slow, id="evaluation"),
             # After it an evaluation is due, which must not take the time that is left
@@ -172,13 +171,17 @@ class TestInOneProcess:
 
     @pytest.mark.slow
     def test_a_stopped_run_is_stopped_again(self, context, tiny_flux, uninterrupted, tmp_path):
-        """In the round that it resumes with: the checkpoint is not written again."""
+        """In a generation, and in that of the round it resumes with: the checkpoint is not written again."""
         output = tmp_path / "out"
-        stop(context, tiny_flux, output, 4, signal=GENERATION)
+        run = stop(context, tiny_flux, output, 4, signal=GENERATION)
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
+        assert "Stopped by SIGTERM at step 4," in line and f"{output}/checkpoint-4" in line
+        assert not (output / "checkpoint-4" / "rollout_0.pt").exists()
         written = (output / "checkpoint-4" / "run.json").stat().st_mtime_ns
         stop(context, tiny_flux, output, 4, resume="auto", signal=GENERATION)
         assert (output / "checkpoint-4" / "run.json").stat().st_mtime_ns == written
-        assert not different(uninterrupted, Run(context, tiny_flux, output, resume="auto", **SETTINGS).state())
+        resumed = Run(context, tiny_flux, output, resume="auto", **SETTINGS)
+        assert not different(uninterrupted, resumed.state()) and "again" not in resumed.output_text()
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("wait", "step", "code"), [(1.2, None, -signal.SIGTERM), (0.01, 4, EXIT_CODE)])

@@ -284,6 +284,9 @@ def test_a_step_of_make_gpu(name, monkeypatch, tmp_path):
     report = json.loads((tmp_path / f"gpu_{name}.json").read_text())
     left_out = [entry for entry in report.get("left out", []) if not any(x in entry["setting"] for x in LEFT_OUT)]
     assert report["ratios"] and left_out == []
+    if name == "flux-512-memory":  # every setting ran
+        settings = [run["setting"] for run in report["runs"]]
+        assert settings[:2] == ["batch 2", "batch 2, checkpointing False"] and "batch 2, quantization nf4" in settings
     for run in report.get("runs", []):
         assert run["peak memory, GiB"].keys() == {"encoding", "rollout", "training"}
         assert run["most memory reserved, GiB"] > 0
