@@ -481,7 +481,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
 
     def _drop_gradients(self) -> None:
-        """Leave weights and moments as they are where a step trains no image: gradients of 0 would move them."""
+        """Leave weights, and without DeepSpeed moments, as they are where a step trains no image: gradients of 0 would move them."""
         if self._is_idle_step:
             self.model.zero_grad(set_to_none=True)
 
