@@ -32,7 +32,7 @@ from testing_utils import LORA, SMALL_RUN, are_equal
 from tiny_models import build_tiny_clip, build_tiny_qwen2_5_vl
 
 
-sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+sys.path += [str(ROOT / "benchmarks" / folder) for folder in ("gpu", "speed", "memory")]
 
 import gpu  # noqa: E402
 
