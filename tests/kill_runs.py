@@ -25,6 +25,7 @@ from launching import CPU_DDP, CPU_ZERO3, _accelerate_environments
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.hub.cards import _TEMPLATES
 from paco_trl.rewards import redness_reward
+from paco_trl.rewards.scoring import Scoring
 from testing_utils import LORA, SMALL_RUN, square_prompts
 
 
@@ -136,14 +137,14 @@ class _AtSaving:
 
 
 class _AtSignal:
-    """Sends its own process a signal: at a call of a method of the trainer, by its path, after some steps."""
+    """Sends its own process a signal: at a call of a method of the trainer, or of the scoring of a round, after some steps."""
 
     def __init__(self, trainer, step, call, count=2, number=signal.SIGTERM, waits=(), rank=None):
         self.trainer, self.step, self.number, self.waits, self.left = trainer, step, number, waits, count
         *owner, name = call.split(".")
-        owner = functools.reduce(getattr, owner, trainer)
+        owner = Scoring if owner == ["scoring"] else functools.reduce(getattr, owner, trainer)
         self.call = getattr(owner, name)
-        setattr(owner, name, self)
+        setattr(owner, name, lambda *args, **kwargs: self(*args, **kwargs))
 
     def __call__(self, *args, **kwargs):
         self.left -= self.trainer.state.global_step == self.step

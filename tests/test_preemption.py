@@ -30,12 +30,12 @@ from testing_utils import files_in
 
 
 # A round is two steps of four batches: what the second batch is in, and in which step it is
-GENERATION = {"step": 4, "call": "rewards.add"}
+GENERATION = {"step": 4, "call": "scoring.add"}
 # In the first round of an epoch, when random numbers were drawn for the epoch and by rewards
-REWARDS = {"step": 6, "call": "rewards.finish", "count": 2}  # after that of the evaluation
+REWARDS = {"step": 6, "call": "scoring.finish", "count": 2}  # after that of the evaluation
 STEP = {"step": 4, "call": "compute_loss"}
-EVALUATION = {"step": 6, "call": "evaluator.rewards.add"}
-WAITING = {"step": 6, "call": "evaluator.rewards.finish", "count": 1, "rank": 0}
+EVALUATION = {"step": 6, "call": "scoring.add"}
+WAITING = {"step": 6, "call": "scoring.finish", "count": 1, "rank": 0}
 HANGING = ("sleeps", "computes", "awaits")
 # Nothing but the signal makes a checkpoint before the end, after steps 3 and 6 there is an evaluation
 SETTINGS = {"save_steps": 100}
