@@ -19,7 +19,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from diffusers.quantizers import DiffusersAutoQuantizer
 from peft import LoraConfig
-from transformers import AutoConfig
 
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
@@ -362,7 +361,7 @@ def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
 
 def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
-    from ..rewards.paco_reward import resolve_base_model
+    from ..rewards.paco_reward import read_judge_config
 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     if training_args.quantization not in (None, "fp8_storage"):
@@ -377,13 +376,8 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
         if url is not None:
             names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
             rewards.ServedJudge(url, model).check(scale=5 if all(name.startswith(_RUBRIC) for name in names) else None)
-            continue
-        try:
-            AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
-        except (OSError, ValueError) as error:  # which may not name the model
-            is_pipeline = os.path.isfile(f"{model}/model_index.json")
-            hint = " It is an image pipeline: give a vision-language model." * is_pipeline
-            raise OSError(f"The judge '{model}' cannot be read.{hint} {error}") from error
+        else:
+            read_judge_config(model)
 
 
 def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:

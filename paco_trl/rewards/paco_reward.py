@@ -18,6 +18,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedConfig,
@@ -553,6 +554,16 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
         raise ValueError(f"{model!r} names no base: set `base_model_name_or_path` in its adapter_config.json.")
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
+
+
+def read_judge_config(model: str) -> PreTrainedConfig:
+    """Return the config of a judge, or of the base model of an adapter; say so if it is none."""
+    try:
+        return AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
+    except (OSError, ValueError) as error:  # which may not name the model
+        is_pipeline = os.path.isfile(os.path.join(model, "model_index.json"))
+        hint = " It is an image pipeline: give a vision-language model." if is_pipeline else ""
+        raise OSError(f"The reward model '{model}' cannot be read.{hint} {error}") from error
 
 
 def _check_loading(model: str, info: dict) -> None:
