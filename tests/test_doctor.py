@@ -437,6 +437,16 @@ class TestMemory:
         assert token or rows["rewards"].verdict == "ok" and "mine (weight 1)" in rows["rewards"].finding
         assert rows["model and adapter"].verdict in ("skipped", "failed")
 
+    def test_a_judge_that_is_an_image_pipeline(self, examine, tiny_flux, tmp_path, capsys):
+        changes = {"rewards": ["consistency"], "judge_model": str(tiny_flux)}
+        rows = examine("memory", words=["--device_memory", "24GiB"], **changes)
+        words = ["--model_name_or_path", str(tiny_flux), "--dataset_name", "user/pairs", "--output_dir", str(tmp_path)]
+        words += ["--use_cpu", "--bf16", "False", "--device_memory", "24GiB"]
+        (*_, of_reward) = doctor.examine("reward", words, Console(quiet=True))
+        for row in (rows["memory"], of_reward):
+            assert row.verdict == "failed" and "It is an image pipeline" in row.finding
+        assert "Traceback" not in capsys.readouterr().err
+
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu(self, make_arguments, tiny_qwen, is_planned):

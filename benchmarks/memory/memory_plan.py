@@ -32,7 +32,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
-from paco_trl.planning.memory import USABLE, as_in_training
+from paco_trl.planning.memory import USABLE, as_in_training, fake_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
@@ -293,11 +293,11 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
-        plan.run.calls(
-            1, False
-        )  # runs the pipeline up to the last of them; `peak` makes the same call, which is cached
-        with FlopCounterMode(display=False) as counter:
-            plan.run.peak("generation", 1)
+        calls = plan.run.calls(1)
+        fake_weights(plan.run.model, plan.run.mode)
+        with plan.run.mode, plan.run.in_training(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for call in calls:
+                plan.run.model(**call)
         for quantization in (None, "int8", "nf4"):
             for checkpointing in (True, False):
                 base = replace(plan, quantization=quantization, gradient_checkpointing=checkpointing)

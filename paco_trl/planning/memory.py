@@ -7,10 +7,11 @@ import inspect
 import math
 import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPConfig, CLIPModel
+from transformers import AutoModelForImageTextToText, CLIPConfig, CLIPModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
-from ..rewards.paco_reward import resolve_base_model
+from ..rewards.paco_reward import read_judge_config
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
@@ -50,7 +50,6 @@ USABLE = 0.9
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 _FLOAT32 = 4
 _LIBRARIES = 5 * 2**28  # host memory of a process with torch, transformers and diffusers, without CUDA
-FEW_BLOCKS = 4  # from which on each adds the same to a peak
 _QWEN_MAX_PIXELS = 12_845_056  # of Qwen2.5-VL's own processor
 
 
@@ -60,44 +59,45 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self._known = WeakIdKeyDictionary()
+        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # two thirds of all calls
             return args[0].fake_device
-        for storage in _storages((args, kwargs)):
-            self._known[storage] = True  # weights and inputs, which a view would bring in again
+        self._count((args, kwargs), is_new=False)  # weights and inputs, which a view would bring in again
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            if storage not in self._known:
-                self._known[storage] = True
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
+        self._count(result, is_new=True)
         self.peak = max(self.peak, self.now)
         return result
 
-    def _free(self, num_bytes: int) -> None:
-        self.now -= num_bytes
+    def _count(self, tree: Any, is_new: bool) -> None:
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)):
+            if id(storage) not in self._known:
+                self._known.add(id(storage))
+                size = storage.nbytes() if is_new else 0
+                self.now += size
+                weakref.finalize(storage, self._free, id(storage), size)
 
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    def _free(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.now -= size
 
 
 @contextmanager
 def as_in_training(dtype: torch.dtype, autocasts: bool = True) -> Iterator[None]:
     """Run what follows under autocast, except in float32, with norms in float32 as on a GPU; the CPU's are not."""
-    is_on = autocasts and dtype != torch.float32
 
-    def in_float32(function: Callable, *args, **kwargs) -> torch.Tensor:
-        if is_on and torch.is_autocast_enabled("cpu"):
+    def in_float32(norm: Callable, *args, **kwargs) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        return function(*args, **kwargs)
+        return norm(*args, **kwargs)
 
-    # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
-    norms = {name: getattr(functional, name) for name in ("layer_norm", "group_norm", "rms_norm")}
-    replaced: dict[str, Any] = {name: functools.partial(in_float32, norm) for name, norm in norms.items()}
-    with patch.multiple(functional, **replaced), torch.autocast("cpu", dtype, enabled=is_on):
+    norms = ("layer_norm", "group_norm", "rms_norm")  # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
+    replaced: dict[str, Any] = {name: functools.partial(in_float32, getattr(functional, name)) for name in norms}
+    with (
+        patch.multiple(functional, **replaced),
+        torch.autocast("cpu", dtype, enabled=autocasts and dtype != torch.float32),
+    ):
         yield
 
 
@@ -124,7 +124,6 @@ def quantized_layers(module: nn.Module, quantization: str) -> Iterator[nn.Linear
 @contextmanager
 def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
     """Let quantized layers compute with a copy of their weights in the compute dtype, which autograd keeps."""
-    layers = [] if quantization is None else list(quantized_layers(module, quantization))
 
     def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if quantization == "fp8_storage":
@@ -132,6 +131,8 @@ def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
         # torchao takes the dtype of the inputs, which autocast leaves in float32 behind a norm
         return functional.linear(x, layer.weight.to(x.dtype, copy=True), layer.bias).to(x.dtype)
 
+    # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
+    layers = [] if quantization in (None, "nf4") else list(quantized_layers(module, quantization))
     for layer in layers:
         layer.forward = functools.partial(forward, layer)
     try:
@@ -142,83 +143,82 @@ def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def shortened(model: nn.Module, count: int) -> Iterator[int]:
-    """Leave out all but `count` of a model's equal blocks, if they are of one kind; tell how many are left out."""
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    # A VAE without attention has None in the list of its middle block
-    lists = {name: blocks for name, blocks in lists.items() if None not in [*blocks]}
-    runs = [(name, [*run]) for name, blocks in lists.items() for _, run in groupby(blocks, _signature)]
-    # Of two kinds the first has the largest peak where the second is short
-    runs = [(name, run) for name, run in runs if len(run) > FEW_BLOCKS + 1]
-    if len(runs) != 1:
-        yield 0
-        return
-    ((name, run),) = runs
-    left_out = run[count:]
-    parent, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    setattr(owner, attribute, nn.ModuleList(block for block in lists[name] if block not in left_out))
-    try:
-        yield len(left_out)
-    finally:
-        setattr(owner, attribute, lists[name])
+def shortened(model: nn.Module) -> Iterator[list[tuple[list[nn.Module], int]]]:
+    """Leave out all but three of equal blocks in a row; give the second and third of each row, and how many are left out."""
+    rows, kinds = [], getattr(model, "_no_split_modules", None) or ()
+    lists = [(name, blocks) for name, blocks in model.named_modules() if isinstance(blocks, nn.ModuleList)]
+    with ExitStack() as stack:
+        for name, blocks in lists:
+            if not all(type(block).__name__ in kinds for block in blocks):
+                continue
+            runs = [[*run] for _, run in groupby(blocks, _signature)]
+            rows += [(run[1:3], len(run) - 3) for run in runs if len(run) > 3]
+            parent, _, attribute = name.rpartition(".")
+            stack.callback(setattr, model.get_submodule(parent), attribute, blocks)
+            setattr(model.get_submodule(parent), attribute, nn.ModuleList(chain(*(run[:3] for run in runs))))
+        yield rows
 
 
 def _signature(block: nn.Module) -> list[tuple]:
-    return [(type(block),), *((name, each.shape, each.requires_grad) for name, each in block.named_parameters())]
+    return [(type(block),), *((name, w.shape, w.requires_grad) for name, w in block.named_parameters())]
 
 
 def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: bool = False) -> int:
     """Return the peak of what a call of a model allocates, in training with the backward, where gradients exist."""
-
-    def measure(num_blocks: int) -> tuple[int, int]:
-        torch.clear_autocast_cache()  # of weights that an earlier call has cast
-        with shortened(model, num_blocks) as num_left_out:
-            for weight in model.parameters() if is_training else ():
-                if weight.requires_grad:
-                    weight.grad = torch.zeros_like(weight)  # of an earlier micro-batch, counted elsewhere
-            with LiveBytes() as live, torch.set_grad_enabled(is_training):
-                outputs = function()
-                if is_training:
-                    sum(output.float().square().mean() for output in tree_leaves(outputs)).backward()
-            model.zero_grad(set_to_none=True)
-        return live.peak, num_left_out
-
-    peak, num_left_out = measure(FEW_BLOCKS)
-    if num_left_out:
-        # Each adds what one more of them adds. The first call has made what the model caches: it is not the one compared
-        peak += num_left_out * (measure(FEW_BLOCKS + 1)[0] - measure(FEW_BLOCKS)[0])
+    starts = defaultdict[nn.Module, list[int]](list)  # what is allocated before a block, in each call of the model
+    torch.clear_autocast_cache()  # of weights that an earlier call has cast
+    with shortened(model) as rows, ExitStack() as hooks:
+        for block in chain(*(pair for pair, _ in rows)):
+            hook = block.register_forward_pre_hook(lambda block, _: starts[block].append(live.now))
+            hooks.enter_context(hook)
+        for weight in model.parameters() if is_training else ():
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight)  # of an earlier micro-batch, counted elsewhere
+        with LiveBytes() as live, torch.set_grad_enabled(is_training):
+            outputs = function()
+            hooks.close()  # checkpointing calls blocks again
+            if is_training:
+                sum(output.float().square().mean() for output in tree_leaves(outputs)).backward()
+        model.zero_grad(set_to_none=True)
+    peak = live.peak
+    for (second, third), count in rows:
+        # A block that is left out keeps as much as the second one
+        kept = [end - start for start, end in zip(starts[second], starts[third], strict=True)]
+        if is_training and len(kept) > 1 and torch.is_autocast_enabled("cpu"):
+            # Autocast casts a weight once for all calls: its gradient waits, in that dtype, for those of the first call
+            trained = sum(weight.numel() for weight in second.parameters() if weight.requires_grad)
+            kept[-1] = max(kept[-1], trained * torch.get_autocast_dtype("cpu").itemsize)
+        peak += count * sum(kept)
     return peak
 
 
 def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace the weights of a model on the meta device by those of a mode, which can be on any device."""
     known: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
-    for module in model.modules():
-        for name, weight in [each for each in module.named_parameters(recurse=False) if each[1].is_meta]:
-            if weight not in known:
-                with mode:
+    with mode:
+        for module in model.modules():
+            for name, weight in [(name, w) for name, w in module.named_parameters(recurse=False) if w.is_meta]:
+                if weight not in known:
                     empty = torch.empty(weight.shape, dtype=weight.dtype)
                     known[weight] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-            setattr(module, name, known[weight])
+                setattr(module, name, known[weight])
 
 
-def return_zeros(encoder: Any, counts: dict[str, int], name: str) -> None:
-    """Let a text encoder return zeros of its own shapes, and keep the largest number of tokens it gets in `counts`."""
+def return_zeros(encoder: Any) -> None:
+    """Let a text encoder return zeros of its own shapes."""
 
     def forward(input_ids: torch.Tensor, *args, **kwargs) -> Any:
         config = encoder.config.get_text_config()
-        counts[name] = max(counts.get(name, 0), input_ids.numel())
         states = torch.zeros(*input_ids.shape, config.hidden_size, dtype=encoder.dtype)  # (B, L, D)
-        each = {"last_hidden_state": states, "hidden_states": (states,) * (config.num_hidden_layers + 1)}
+        outputs = {"last_hidden_state": states, "hidden_states": (states,) * (config.num_hidden_layers + 1)}
         if hasattr(encoder, "text_projection"):
-            return CLIPTextModelOutput(text_embeds=states.new_zeros(len(states), config.projection_dim), **each)
-        return BaseModelOutputWithPooling(pooler_output=states[:, 0], **each)
+            return CLIPTextModelOutput(text_embeds=states.new_zeros(len(states), config.projection_dim), **outputs)
+        return BaseModelOutputWithPooling(pooler_output=states[:, 0], **outputs)
 
     encoder.forward = forward
 
 
-class _PlanMode(FakeTensorMode):
+class PlanMode(FakeTensorMode):
     """Tensors without data; operations on tensors that all have data are run, and their results have data too."""
 
     def __init__(self):
@@ -297,13 +297,15 @@ class JudgeRun:
     def __init__(
         self, model: str, args: PaCoRewardConfig | None, peft_config: LoraConfig | None, quantization: str | None
     ):
-        self.mode, self.quantization = FakeTensorMode(allow_non_fake_inputs=True), quantization
+        self.mode, self.quantization = PlanMode(), quantization
         self.dtype = torch.bfloat16 if args is None or args.bf16 else torch.float32
         with init_empty_weights():
-            config = AutoConfig.from_pretrained(model)
+            config = read_judge_config(model)
             self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
             self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
-        fake_weights(self.model, self.mode)
+        with shortened(self.model):
+            fake_weights(self.model, self.mode)
+        self.weights_bytes = functools.cache(weights_bytes)
         if args is None:
             return
         self.args = args
@@ -326,7 +328,7 @@ class JudgeRun:
             return measure_peak(forward, self.model.train(trains), trains)
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
-        frozen = weights_bytes(self.model, False, plan.quantization)
+        frozen = self.weights_bytes(self.model, False, plan.quantization)
         element_size = _FLOAT32 if plan.zero_stage is None else 2
         always, adds = training_parts(frozen, self.num_trained, element_size, plan)
         checkpointing, count = plan.gradient_checkpointing, self.num_tokens
@@ -349,7 +351,7 @@ class ImageRun:
         self, model: str, args: PaCoGRPOConfig, peft_config: Any, dataset: Dataset | None,
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
-        self.args, self.mode = args, _PlanMode()
+        self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
         self._read_rewards(reward_models, judge_quantization)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, str)
@@ -369,7 +371,8 @@ class ImageRun:
         self.vae = copy.deepcopy(pipeline.vae)  # without the policy's check of pixels, which reads their values
         for part in (self.model, self.vae, *parts.values()):
             if isinstance(part, nn.Module):
-                fake_weights(part, self.mode)
+                with shortened(part):  # the others are counted, and not called
+                    fake_weights(part, self.mode)
         self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
@@ -380,10 +383,9 @@ class ImageRun:
             self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize
         elif args.has_reference and is_continued and args.reference == "initial":  # the adapter `ref`
             self.reference_bytes = self.element_size * self.num_trained
-        self.text_encoders = {name: parts[name] for name in self.family.text_encoders if parts[name] is not None}
-        self.num_prompt_tokens: dict[str, int] = {}
-        for name, encoder in self.text_encoders.items():
-            return_zeros(encoder, self.num_prompt_tokens, name)
+        self.text_encoders = [parts[name] for name in self.family.text_encoders if parts[name] is not None]
+        for encoder in self.text_encoders:
+            return_zeros(encoder)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
         self.number = self.call.row
@@ -402,18 +404,14 @@ class ImageRun:
         }  # fmt: skip
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
-        known: dict[str, JudgeRun] = {}
         self.judges, self.clip_bytes = list[JudgeRun](), 0
-        for name in models:
-            base, _, _ = resolve_base_model(name, {})
-            config = AutoConfig.from_pretrained(base)
+        make = functools.cache(lambda base: JudgeRun(base, None, None, quantization))
+        for config in map(read_judge_config, models):
             if isinstance(config, CLIPConfig):
                 with init_empty_weights():
                     self.clip_bytes += weights_bytes(CLIPModel(config))
-                continue
-            if base not in known:
-                known[base] = JudgeRun(base, None, None, quantization)
-            self.judges.append(known[base])
+            else:
+                self.judges.append(make(config.name_or_path))
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def embeddings(self, is_full: bool = False) -> dict[str, torch.Tensor]:
@@ -457,65 +455,54 @@ class ImageRun:
         keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]
         handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
         steps, scale = self.args.num_inference_steps, self.args.guidance_scale
-        with handle, self.in_training(), shortened(self.model, 1), suppress(TransformerReachedError):
+        with handle, self.in_training(), shortened(self.model), suppress(TransformerReachedError):
             self.policy.generate(arguments, *self.sizes[is_full], steps, scale, keys, sources=sources)
         # Qwen-Image-2.1's transformer reads the values of its mask
         faked = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
         return tree_map_only(torch.Tensor, faked, recorded)
 
     @functools.cache  # noqa: B019
-    def encoding(self) -> int:
-        """Return the peak of the text encoders for the longest prompt they have seen."""
-        peaks = [0]
-        for name, encoder in self.text_encoders.items():
-            count, config = self.num_prompt_tokens[name], encoder.config
-            encode = functools.partial(type(encoder).forward, encoder)
-            with self.mode:
-                inputs = {"input_ids": torch.zeros(1, count, dtype=torch.long)}
-                if hasattr(config, "vision_config"):  # whose images become tokens of the language model
-                    width = config.get_text_config().hidden_size
-                    inputs = {"inputs_embeds": torch.empty(1, count, width, dtype=encoder.dtype), "use_cache": False}
-                    encode = encoder.get_decoder()
-                peaks.append(measure_peak(functools.partial(encode, **inputs), encoder))
-        return max(peaks)
-
-    @functools.cache  # noqa: B019
-    def peak(
-        self, kind: str, batch_size: int, is_full: bool = False, flag: bool = False, quantization: str | None = None
-    ) -> int:
-        """Return the peak of "training" (`flag`: checkpointing), "generation", "decoding" (`flag`: tiled) or "panel"."""
-        if kind == "panel":  # the encoding of a first one
-            return measure_peak(lambda: self.encode_image(self.panel(is_full)), self.vae)
-        if kind == "decoding":
-            sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
-            frames = [1] if "z_dim" in self.vae.config else []  # of a video
-            (self.vae.enable_tiling if flag else self.vae.disable_tiling)()
-            with self.mode, self.in_training():
-                latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
-                return measure_peak(lambda: self.vae.decode(latents, return_dict=False), self.vae)
-        calls, is_training = self.calls(batch_size, is_full), kind == "training"
-        checkpoints = is_training and flag
+    def training(self, batch_size: int, checkpoints: bool, quantization: str | None = None) -> int:
+        """Return the peak of forward and backward of a micro-batch."""
         getattr(self.transformer, f"{'enable' if checkpoints else 'disable'}_gradient_checkpointing")()
-        with self.mode, self.in_training(), dequantizing(self.model, quantization):
-            forward = lambda: [self.model(**dict(call))[0] for call in calls]  # noqa: E731
-            return measure_peak(forward, self.model, is_training)
+        return self._transformer(self.calls(batch_size), quantization, is_training=True)
 
     @functools.cache  # noqa: B019
-    def frozen_bytes(self, quantization: str | None) -> tuple[int, int]:
-        encoders = [weights_bytes(each, False, quantization) for each in self.text_encoders.values()]
-        return weights_bytes(self.model, False, quantization), sum(encoders)
+    def step(self, batch_size: int, is_full: bool = False, quantization: str | None = None) -> int:
+        """Return the peak of a step of generation."""
+        return self._transformer(self.calls(batch_size, is_full), quantization)
+
+    def _transformer(self, calls: list[dict], quantization: str | None, is_training: bool = False) -> int:
+        with self.mode, self.in_training(), dequantizing(self.model, quantization):
+            return measure_peak(lambda: [self.model(**call)[0] for call in calls], self.model, is_training)
+
+    @functools.cache  # noqa: B019
+    def decoding(self, batch_size: int, is_full: bool, tiled: bool) -> int:
+        """Return the peak of the VAE's decoder."""
+        sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
+        frames = [1] if "z_dim" in self.vae.config else []  # of a video
+        (self.vae.enable_tiling if tiled else self.vae.disable_tiling)()
+        with self.mode, self.in_training():
+            latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
+            return measure_peak(lambda: self.vae.decode(latents, return_dict=False), self.vae)
+
+    @functools.cache  # noqa: B019
+    def first_panel(self, is_full: bool) -> int:
+        """Return the peak of the VAE's encoder for a first panel."""
+        return measure_peak(lambda: self.encode_image(self.panel(is_full)), self.vae)
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         args, layout, tiled = self.args, self.args.round_plan, plan.vae_tiling
         is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
         averages = (args.ema_decay is not None) + has_old_policy
-        frozen, encoders = self.frozen_bytes(plan.quantization)
+        frozen = self.weights_bytes(self.model, False, plan.quantization)
+        encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
         always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages)
-        vae, stage3 = weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
+        vae, stage3 = self.weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
         always["reference"] = self.reference_bytes // stage3
         judges = () if plan.serves_judge else self.judges
-        judged = sum(weights_bytes(judge.network, False, judge.quantization) for judge in judges)
-        rewards = self.clip_bytes + judged
+        rewards = sum(self.weights_bytes(judge.network, False, judge.quantization) for judge in judges)
+        rewards += self.clip_bytes
         always["rewards"] = 0 if plan.offload_rewards else rewards
 
         # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
@@ -533,19 +520,17 @@ class ImageRun:
         always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent
         always["round"] += 0 if plan.offload_embeddings else embeddings
 
-        # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
-        copied = None if plan.quantization == "nf4" else plan.quantization
-
-        def allocated(kind: str, count: int, is_full: bool = False, flag: bool = False) -> int:
-            quantization = None if kind == "decoding" else copied
-            return affine(lambda size: self.peak(kind, size, is_full, flag, quantization), count)
-
         batch, evaluated = plan.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
-        step, decode = allocated("generation", batch), allocated("decoding", batch, flag=tiled)
-        full = max(allocated("generation", evaluated, True), allocated("decoding", evaluated, True, tiled))
+        quantization, checkpoints = plan.quantization, plan.gradient_checkpointing
+        trained = affine(lambda size: self.training(size, checkpoints, quantization), plan.batch_size)
+        step = affine(lambda size: self.step(size, False, quantization), batch)
+        decode = affine(lambda size: self.decoding(size, False, tiled), batch)
+        full = max(
+            affine(lambda size: self.step(size, True, quantization), evaluated),
+            affine(lambda size: self.decoding(size, True, tiled), evaluated),
+        )
         if self.rows.is_anchored:  # which is encoded in between
-            step, full = max(step, self.peak("panel", 1)), max(full, self.peak("panel", 1, True))
-        trained = allocated("training", plan.batch_size, flag=plan.gradient_checkpointing)
+            step, full = max(step, self.first_panel(False)), max(full, self.first_panel(True))
         count = judge_tokens(math.prod(self.sizes[0]))
         scored = max((judge.peak(8, count) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
@@ -555,7 +540,7 @@ class ImageRun:
         visits, judging = plan.offload_rewards, {"activations of the judge": scored}
         score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
         # Between rounds, when the frozen weights leave the device to the text encoders, except with DeepSpeed
-        encoding = {**always, "round": 0, "text encoders": encoders, "activations": self.encoding()}
+        encoding = {**always, "round": 0, "text encoders": encoders}
         encoding["frozen weights"] = 0 if plan.zero_stage is None else always["frozen weights"]
         host = {
             "libraries": _LIBRARIES,
@@ -569,7 +554,7 @@ class ImageRun:
             size = sum(tensor.nbytes for tensor in self.embeddings().values())
             host["embeddings"] = min(len(self.rows.calls), ROUNDS_AHEAD * prompts) * size
         # Quantized weight by weight, while they are read from files that take no memory of the process
-        loaded = {**host, "transformer": weights_bytes(self.model, quantization=plan.quantization)}
+        loaded = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
         return [
             Phase("load", {}, loaded),
             Phase("encode", encoding, loaded),
@@ -614,7 +599,7 @@ class MemoryPlan:
     zero_stage: int | None = None
     num_processes: int = 1
 
-    @property
+    @functools.cached_property
     def phases(self) -> list[Phase]:
         """Phases of the run, in their order: `pd.DataFrame({p.name: p.device for p in plan.phases})` is a table."""
         return self.run.phases(self)
@@ -672,7 +657,8 @@ def plan_memory(
     Plan the memory of a training from configs alone: no weights are loaded, and no GPU is needed.
 
     The first four arguments are those of the trainer. Forwards and backwards run on tensors without data, at the batch
-    size, image size and prompt length of the run. The plan leaves out other rewards, CUDA itself, and fragmentation.
+    size, image size and prompt length of the run. The plan leaves out other rewards, what text encoders
+    compute, CUDA itself, and fragmentation.
 
     Args:
         model (`str`):
@@ -706,6 +692,7 @@ def plan_memory(
     run: ImageRun | JudgeRun
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     if isinstance(args, PaCoRewardConfig):
+        read_judge_config(model)
         peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
         run = JudgeRun(model, args, peft_config, judge_quantization)
     else:
