@@ -308,8 +308,8 @@ def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, m
     save_file({}, tmp_path / "adapter_model.safetensors")
     options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter=str(tmp_path))
     for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
-        device = device_of(image_plan(options, make_trainer(**settings).args, prompts))
-        assert device["reference"] == copies * device["trained weights"]
+        run = image_plan(options, make_trainer(**settings).args, prompts).run
+        assert run.reference_bytes == copies * weights_bytes(run.model, trainable=True)
 
 
 def test_a_plan_is_a_table(tiny_qwen, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
+import copy
 import logging
 import os
 import sys
@@ -9,10 +10,9 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,10 +124,10 @@ class DoctorState:
     parser: CommandParser
     words: list[str]
     temporary_dir: str  # in place of the run's output directory, so that the doctor leaves nothing behind
-    run: dict[str, Any] = field(default_factory=dict)  # settings of the run that `args` has changed
     skips: str = ""  # why no weights are loaded
     script_args: Any = _MISSING
-    args: Any = _MISSING
+    args: Any = _MISSING  # of the doctor
+    run_args: Any = _MISSING  # of the run
     plan_args: PlanArguments = _MISSING
     train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
@@ -185,8 +185,7 @@ def check_configuration(state: DoctorState) -> Row:
             row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
     state.args = args
     warn_of_newer_versions()
-    names = ("output_dir", "push_to_hub", "resume_from_checkpoint", "overwrite_output_dir")
-    state.run = {name: getattr(args, name) for name in names}
+    state.run_args = copy.copy(args)
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return replace(row, finding=f"{batch} pairs for each optimizer step.")
@@ -202,7 +201,7 @@ def check_configuration(state: DoctorState) -> Row:
 
 def check_output_folder(state: DoctorState) -> Row | str:
     """Check the real output directory as the run does at its start."""
-    run = SimpleNamespace(**state.run)
+    run = state.run_args
     check_start(run, _published_files(state))
     if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
         return f"The run continues from '{checkpoint}'."
@@ -220,15 +219,15 @@ def _published_files(state: DoctorState) -> list[str]:
 
 def check_hub(state: DoctorState) -> str:
     """Check the token and the repository, without creating anything."""
-    args, script_args, run = state.args, state.script_args, state.run
-    if not run["push_to_hub"]:
+    args = state.run_args
+    if not args.push_to_hub:
         return "Nothing is pushed: `push_to_hub` is off."
     api, repo_id = HfApi(token=args.hub_token, library_name=_PACKAGE), args.hub_model_id
-    repo_id = repo_id or Path(run["output_dir"]).absolute().name
+    repo_id = repo_id or Path(args.output_dir).absolute().name
     repo_id, info = find_repository(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
     if info is None:
         return f"The repository {repo_id} at {api.endpoint} will be created."
-    check_contents(api, info, script_args.model_name_or_path, _published_files(state))
+    check_contents(api, info, state.script_args.model_name_or_path, _published_files(state))
     return f"The repository {repo_id} at {api.endpoint} exists and can be written to."
 
 
