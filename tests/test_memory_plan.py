@@ -143,7 +143,7 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
     measured = allocated_in_a_step(trainer, 4)
     run = plan_memory(str(tiny_flux), trainer.args, prompts, LORA).run
     assert measured > 100_000
-    assert affine(lambda size: run.training(size, checkpointing), 4) == pytest.approx(measured, rel=0.05)
+    assert affine(run.training, 4, checkpointing) == pytest.approx(measured, rel=0.05)
     # One image less, or the other checkpointing, is no longer within it
     for size, flag in ((3, checkpointing), (4, not checkpointing)):
         assert abs(run.training(size, flag) / measured - 1) > 0.1

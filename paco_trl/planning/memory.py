@@ -281,12 +281,12 @@ def judge_tokens(pixels: int) -> int:
     return 2 * pixels // 28**2 + 512
 
 
-def affine(measure: Callable[[int], int], batch_size: int) -> int:
+def affine(measure: Callable[..., int], batch_size: int, *settings: Any) -> int:
     """Extend what is measured for one and two images to a batch: all but a constant grows with it."""
     if batch_size <= 2:
-        return measure(batch_size)
-    one = measure(1)
-    return one + (batch_size - 1) * (measure(2) - one)
+        return measure(batch_size, *settings)
+    one = measure(1, *settings)
+    return one + (batch_size - 1) * (measure(2, *settings) - one)
 
 
 class JudgeRun:
@@ -331,9 +331,8 @@ class JudgeRun:
         frozen = self.weights_bytes(self.model, False, plan.quantization)
         element_size = _FLOAT32 if plan.zero_stage is None else 2
         always, adds = training_parts(frozen, self.num_trained, element_size, plan)
-        checkpointing, count = plan.gradient_checkpointing, self.num_tokens
-        trained = affine(lambda size: self.peak(size, count, True, checkpointing), plan.batch_size)
-        evaluated = affine(lambda size: self.peak(size, count), self.args.per_device_eval_batch_size)
+        trained = affine(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
+        evaluated = affine(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
         return [
             Phase("load", {}, {"libraries": _LIBRARIES, "weights": frozen}),
             Phase("train", {**always, **adds, "activations": trained}, {}),
@@ -492,7 +491,7 @@ class ImageRun:
         return measure_peak(lambda: self.encode_image(self.panel(is_full)), self.vae)
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
-        args, layout, tiled = self.args, self.args.round_plan, plan.vae_tiling
+        args, layout = self.args, self.args.round_plan
         is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
         averages = (args.ema_decay is not None) + has_old_policy
         frozen = self.weights_bytes(self.model, False, plan.quantization)
@@ -511,28 +510,25 @@ class ImageRun:
         images = layout.micro_batches_per_process * layout.batch_size
         crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
         prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
-        prompt = sum(tensor.numel() for tensor in self.embeddings().values())
+        encoded = self.embeddings().values()
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
         once, kept = (2, 3) if is_nft else (0, 3)
         kept += 2 * bool(self.rows.sources or self.rows.is_anchored)
         kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
-        embeddings = _FLOAT32 * prompts * prompt
+        embeddings = _FLOAT32 * prompts * sum(tensor.numel() for tensor in encoded)
         always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent
         always["round"] += 0 if plan.offload_embeddings else embeddings
 
         batch, evaluated = plan.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
-        quantization, checkpoints = plan.quantization, plan.gradient_checkpointing
-        trained = affine(lambda size: self.training(size, checkpoints, quantization), plan.batch_size)
-        step = affine(lambda size: self.step(size, False, quantization), batch)
-        decode = affine(lambda size: self.decoding(size, False, tiled), batch)
-        full = max(
-            affine(lambda size: self.step(size, True, quantization), evaluated),
-            affine(lambda size: self.decoding(size, True, tiled), evaluated),
-        )
+        trained = affine(self.training, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
+        step = affine(self.step, batch, False, plan.quantization)
+        decode = affine(self.decoding, batch, False, plan.vae_tiling)
+        full = affine(self.step, evaluated, True, plan.quantization)
+        full = max(full, affine(self.decoding, evaluated, True, plan.vae_tiling))
         if self.rows.is_anchored:  # which is encoded in between
             step, full = max(step, self.first_panel(False)), max(full, self.first_panel(True))
-        count = judge_tokens(math.prod(self.sizes[0]))
-        scored = max((judge.peak(8, count) for judge in judges), default=0)
+        num_tokens = judge_tokens(math.prod(self.sizes[0]))
+        scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
         rollout = {**always, "gathered weights": gathered, "VAE": vae}
@@ -551,8 +547,8 @@ class ImageRun:
             "rewards": rewards if visits else 0,
         }
         if args.embeddings_dir is None:
-            size = sum(tensor.nbytes for tensor in self.embeddings().values())
-            host["embeddings"] = min(len(self.rows.calls), ROUNDS_AHEAD * prompts) * size
+            count = min(len(self.rows.calls), ROUNDS_AHEAD * prompts)
+            host["embeddings"] = count * sum(tensor.nbytes for tensor in encoded)
         # Quantized weight by weight, while they are read from files that take no memory of the process
         loaded = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
         return [
