@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import tiny_models
 from paco_trl import PaCoRewardConfig
@@ -135,6 +136,22 @@ def test_equal_blocks_are_not_all_called(is_training):
         if is_training:
             outputs.square().mean().backward()
     assert found == live.peak + 4000 and calls == [3, 20]
+
+
+def test_gradients_of_two_calls_wait_for_each_other():
+    """Those of weights that autocast has cast once, as of guided generation."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(50, 50, bias=False) for _ in range(20))})
+    checkpointed = functools.partial(checkpoint, use_reentrant=False)
+
+    def call():
+        return functools.reduce(lambda x, block: checkpointed(block, x), model["blocks"], torch.ones(3, 50))
+
+    found = []
+    for model._no_split_modules in ([], ["Linear"]):
+        with as_in_training(torch.bfloat16):
+            found.append(measure_peak(lambda: [call(), call()], model, is_training=True))
+    casts = waiting = 20 * 50 * 50 * 2
+    assert found[1] == pytest.approx(found[0], rel=0.02) and found[0] > casts + waiting
 
 
 @pytest.mark.parametrize(("bf16", "checkpointing"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
