@@ -523,10 +523,11 @@ class ImageRun:
         trained = affine(self.training, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
         step = affine(self.step, batch, False, plan.quantization)
         decode = affine(self.decoding, batch, False, plan.vae_tiling)
-        full = affine(self.step, evaluated, True, plan.quantization)
-        full = max(full, affine(self.decoding, evaluated, True, plan.vae_tiling))
+        is_full = args.resolution_scale != 1  # else what is measured for training serves
+        full = affine(self.step, evaluated, is_full, plan.quantization)
+        full = max(full, affine(self.decoding, evaluated, is_full, plan.vae_tiling))
         if self.rows.is_anchored:  # which is encoded in between
-            step, full = max(step, self.first_panel(False)), max(full, self.first_panel(True))
+            step, full = max(step, self.first_panel(False)), max(full, self.first_panel(is_full))
         num_tokens = judge_tokens(math.prod(self.sizes[0]))
         scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
