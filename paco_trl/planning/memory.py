@@ -165,6 +165,7 @@ def _signature(block: nn.Module) -> list[tuple]:
 
 def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: bool = False) -> int:
     """Return the peak of what a call of a model allocates, in training with the backward, where gradients exist."""
+    live = LiveBytes()
     starts = defaultdict[nn.Module, list[int]](list)  # what is allocated before a block, in each call of the model
     torch.clear_autocast_cache()  # of weights that an earlier call has cast
     with shortened(model) as rows, ExitStack() as hooks:
@@ -174,7 +175,7 @@ def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: boo
         for weight in model.parameters() if is_training else ():
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)  # of an earlier micro-batch, counted elsewhere
-        with LiveBytes() as live, torch.set_grad_enabled(is_training):
+        with live, torch.set_grad_enabled(is_training):
             outputs = function()
             hooks.close()  # checkpointing calls blocks again
             if is_training:
