@@ -527,7 +527,8 @@ def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
     assert found["reward reward"].verdict == "ok"
     assert shown["sources"] == [0, 0, 1, 1, 1, 1] and len(set(shown["panels"])) == 6
     assert len({key for keys in shown["keys"] for key in keys}) == 6
-    assert len(set(shown["weights"])) == 1 and 0 < shown["weights"][0] < 0.1  # those of the ratio
+    # A new adapter gets other weights for the ratio, and only for it
+    assert shown["weights"] == [0] * 6 and 0 < max(largest for *_, largest in calls) < 0.1
 
 
 def test_the_smallest_image_may_be_behind_a_set_of_separate_images(examine):

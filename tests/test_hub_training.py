@@ -180,6 +180,18 @@ class TestPushAndPull:
 
 
 class TestOutages:
+    def test_a_push_that_finds_no_hub_has_saved_the_model(self, hub, tmp_path):
+        """Also one of a run that had nothing to push before."""
+
+        def push() -> None:
+            trainer = make_trainer(str(tmp_path / "out"), push_to_hub=False, max_steps=1)
+            with pytest.raises(ConnectionError, match="cannot be reached"):
+                trainer.push_to_hub()
+
+        hub.fault = lambda method, path: None if "tiny-flux" in path else "500"
+        run(hub, tmp_path / "cache", push)
+        assert {"README.md", "adapter_model.safetensors"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
     @pytest.mark.slow
     def test_training_neither_waits_nor_changes(self, hub, folder, tmp_path):
         """The Hub holds the first upload until the last step is saved, and answers 500 from then on."""

@@ -391,9 +391,10 @@ def check_ratio(state: DoctorState) -> Row | str:
     generator, trainer, args = state.generator, state.trainer, state.args
     device, layout, ratios = trainer.accelerator.device, args.round_plan, defaultdict(list)
     rng = torch.Generator().manual_seed(args.seed)
-    for name, weight in trainer.model.named_parameters():
-        if ".lora_B." in name and not weight.any():  # of a new adapter, which a rollout or replay might leave out
-            weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
+    # Those of a new adapter, which a rollout or replay might leave out
+    planted = [weight for name, weight in trainer.model.named_parameters() if ".lora_B." in name and not weight.any()]
+    for weight in planted:
+        weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
     round = generator.rollout()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -406,6 +407,8 @@ def check_ratio(state: DoctorState) -> Row | str:
     deviations = {index: (torch.cat(found) - 1).abs().max().item() for index, found in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
+    for weight in planted:
+        weight.data.zero_()
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
         f"{len(round.samples)} image(s), max |ratio - 1| before the first update "

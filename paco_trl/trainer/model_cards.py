@@ -161,10 +161,10 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
 def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
     """Return the prompts of a card's single images."""
     images = {name: path for name, path in pictures.items() if name.startswith("images/")}
-    if not images:
+    path = next(iter(images.values()), Path())
+    scores = path.parent.parent / f"{path.stem.partition('_')[2]}.jsonl"
+    if not images or not scores.is_file():  # which may have been deleted
         return {}
-    path = next(iter(images.values()))
-    scores = path.parents[1] / f"{path.stem.partition('_')[2]}.jsonl"
     with open(scores, encoding="utf-8") as file:
         prompts = [row["prompt"] for row in map(json.loads, file) if row["generation"] == 0]
     return {name: prompts[int(path.stem.partition("_")[0])] for name, path in images.items()}

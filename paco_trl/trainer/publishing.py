@@ -101,9 +101,15 @@ class PushesToHub(Trainer):
         """
         self._refuse_foreign(self.args.output_dir)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        outage = None
         if self.hub_model_id is None:
-            self.init_hf_repo(token, private)
+            try:
+                self.init_hf_repo(token, private)
+            except ConnectionError as error:
+                outage = error
         self._save_with_card(**kwargs)
+        if outage is not None:
+            raise outage
         if not self.is_world_process_zero():
             return None
         api = self.pusher.api if token is None else HfApi(token=token, library_name="paco_trl")
