@@ -29,6 +29,7 @@ OTHERS = {
     "hf_deepspeed._hf_deepspeed_config_weak_ref": "transformers has no getter for the configuration object",
     "model._internal_dict": "diffusers' `config` has no setter",
     "dist.distributed_c10d._get_default_store": "torch gives the store of a process group nowhere else",
+    "model._no_split_modules": "diffusers and transformers name the blocks of a model nowhere else",
     "module._compiled_call_impl": "torch does not say elsewhere whether a module is compiled",
     "nn.modules.dropout._DropoutNd": "torch's only common class of its dropout layers",
     "pipeline._get_messages": "diffusers' Ovis-Image adds its own words to a prompt here",

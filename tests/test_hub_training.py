@@ -289,10 +289,9 @@ def test_down_at_the_start(hub, tmp_path):
 
 def test_doctor(hub, tmp_path):
     def check(model: str, **settings) -> tuple[str, str]:
-        args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, hub_token=TOKEN, **settings)
-        arguments = {"script_args": ScriptArguments(model), "args": args}
-        run = {"push_to_hub": True, "output_dir": f"{tmp_path}/out"}
-        return check_hub(DoctorState(None, [], str(tmp_path), run, **arguments))
+        settings |= {"push_to_hub": True, "hub_token": TOKEN}
+        args = PaCoGRPOConfig(f"{tmp_path}/out", use_cpu=True, bf16=False, **settings)
+        return check_hub(DoctorState(None, [], str(tmp_path), script_args=ScriptArguments(model), run_args=args))
 
     hub.fault = lambda method, path: None
     with hub.connected(tmp_path / "cache"):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the transformer: `attention_backend` and `compile_repeated_blocks`, the same in rollout and training."""
 
-import inspect
 from unittest.mock import patch
 
 import pytest
@@ -13,11 +12,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from paco_trl.planning.memory import as_in_training
-from paco_trl.rollout import PipelinePolicy, SDESettings, cast_floating_inputs, family_of, loading, replay
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer, set_kernels
-from test_rollout import GUIDANCE, generate
+from paco_trl.rollout import loading
+from paco_trl.rollout.loading import load_pipeline, set_kernels
 from test_rollout_batch import CASES
-from testing_utils import LORA, entries_of
+from testing_utils import entries_of
 
 
 NATIVE = AttentionBackendName.NATIVE
@@ -133,24 +131,3 @@ def test_the_ratio_is_one_with_compiled_blocks(make_trainer):
     counters.clear()
     latents_of(make_trainer(compile_repeated_blocks=True, bf16=True, max_steps=1, gradient_checkpointing=False))
     assert counters["stats"]["unique_graphs"] >= 4  # two kinds of blocks, with and without gradients
-
-
-@pytest.mark.slow
-def test_compiled_blocks_in_bf16_need_the_rounding_of_torch(tiny_flux):
-    pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
-    for block in pipeline.transformer.single_transformer_blocks:  # half of the kernels
-        block.compile(dynamic=False)
-    family, signature = family_of(pipeline), inspect.signature(pipeline.transformer.forward)
-    model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
-    assert inductor.emulate_precision_casts is True
-    inductor.emulate_precision_casts = False
-    cast_floating_inputs(pipeline.vae.decoder, torch.bfloat16)
-    sde = SDESettings((1, 2), 0.7)
-    with torch.no_grad():
-        encoded = family.encode_prompt(pipeline, "a red fox", "cpu")
-    with torch.autocast("cpu", torch.bfloat16):
-        arguments = {name: tensor.float().expand(2, *tensor.shape[1:]) for name, tensor in encoded.items()}
-        _, records = generate(PipelinePolicy(pipeline, family, model, signature), arguments, sde)
-        replayed = [replay(model, record, family, GUIDANCE, sde)[0] for record in records]
-    # Otherwise the setting, with which the trainer's ratio is 1 above, is not needed any more
-    assert max((each - record.log_prob).abs().max() for each, record in zip(replayed, records, strict=True)) > 1e-7
