@@ -21,6 +21,7 @@ from paco_trl import PaCoGRPOConfig
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
+from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
@@ -494,6 +495,20 @@ def test_a_short_tail_and_the_batch_of_generation_are_checked(examine):
     assert "2 image(s), max |ratio - 1| before the first update 0 (step 1: 0)" in rows["ratio"].finding
     found = examine("ratio", per_device_rollout_batch_size=4, sde_steps=[1])["ratio"].finding
     assert found.startswith("4 image(s), max |ratio - 1| before the first update ")
+
+
+def test_weights_are_as_before_where_the_ratio_fails(examine, monkeypatch):
+    """The rewards are checked next, on images of the untrained model."""
+    models = []
+
+    def replay(self, record):
+        models.append(self.policy.model)
+        assert any(weight.any() for name, weight in models[0].named_parameters() if ".lora_B." in name)
+        raise RuntimeError("No memory is left.")
+
+    monkeypatch.setattr(SampleGenerator, "replay", replay)
+    assert "No memory is left" in examine("ratio", sde_steps=[1])["ratio"].finding
+    assert not any(weight.any() for name, weight in models[0].named_parameters() if ".lora_B." in name)
 
 
 def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):

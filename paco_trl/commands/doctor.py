@@ -393,22 +393,24 @@ def check_ratio(state: DoctorState) -> Row | str:
     rng = torch.Generator().manual_seed(args.seed)
     # Those of a new adapter, which a rollout or replay might leave out
     planted = [weight for name, weight in trainer.model.named_parameters() if ".lora_B." in name and not weight.any()]
-    for weight in planted:
-        weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
-    round = generator.rollout()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for batch in round.batches[0]:
-        for micro_batch in batch.split(layout.num_merged_batches, trainer.family):
-            for step in micro_batch.steps:
-                log_prob = generator.replay(step)
-                log_prob.mean().backward()
-                ratios[step.index].append(torch.exp(log_prob.detach() - step.log_prob))
+    try:
+        for weight in planted:
+            weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
+        round = generator.rollout()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for batch in round.batches[0]:
+            for micro_batch in batch.split(layout.num_merged_batches, trainer.family):
+                for step in micro_batch.steps:
+                    log_prob = generator.replay(step)
+                    log_prob.mean().backward()
+                    ratios[step.index].append(torch.exp(log_prob.detach() - step.log_prob))
+    finally:  # also where memory is short: the rewards are checked next, of the untrained model
+        for weight in planted:
+            weight.data.zero_()
     deviations = {index: (torch.cat(found) - 1).abs().max().item() for index, found in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
-    for weight in planted:
-        weight.data.zero_()
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
     finding = (
         f"{len(round.samples)} image(s), max |ratio - 1| before the first update "

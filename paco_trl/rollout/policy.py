@@ -126,11 +126,11 @@ class Policy:
                 anchors = [EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
             self.generate(batch, of_batch, num_inference_steps, recording, anchors)
             yield round.finish(batch)
-        has_sets = any(len(completion.samples) > 1 for completion in round.completions)
-        if is_collective and has_sets and self.accelerator.num_processes > 1:
+        if is_collective and self.accelerator.num_processes > 1 and round.has_sets:
             yield round.exchange(self.accelerator)
-        for sample in round.samples:
-            sample.image = None  # of anchors
+        for sample in (sample for batch in batches for sample in batch.samples):
+            if sample.anchor is not None:
+                sample.anchor.image = None
 
     def generate(
         self,

@@ -29,8 +29,9 @@ class Sample:
     group; a grid has one panel here, the whole of it.
 
     `call` counts the prompts of all rows of the dataset. With seed, stream, round and generation it is the key of the
-    image's noise, which depends on nothing else; the initial noise may be that of its set's first image. A sample without a completion only fills a batch: it is generated, and
-    neither scored nor trained.
+    image's noise, which depends on nothing else; the initial noise may be that of its set's first image.
+
+    A sample without a completion only fills a batch: it is generated, and neither scored nor trained.
     """
 
     completion: "Completion | None"
@@ -149,6 +150,11 @@ class Round:
         """Number of the row of each group."""
         return [completion.row for completion in self.completions[:: self.num_generations]]
 
+    @property
+    def has_sets(self) -> bool:
+        """Whether a completion has several images."""
+        return any(len(completion.samples) > 1 for completion in self.completions)
+
     def replace(self, group: int, row: int) -> None:
         """Put another row, of the same size and number of images, in the place of a group's."""
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
@@ -158,8 +164,10 @@ class Round:
 
     def rows_of(self, batches: list[Batch]) -> list[int]:
         """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
-        samples = [sample for batch in batches for sample in batch.samples] + self.samples[: self.rows.is_anchored]
-        return list(dict.fromkeys(sample.row for sample in samples))
+        numbers = [sample.row for batch in batches for sample in batch.samples]
+        if self.rows.is_anchored:
+            numbers.append(self.samples[0].row)
+        return list(dict.fromkeys(numbers))
 
     def in_order(self, batches: list[Batch], gather: Callable[[list], list]) -> Iterator[Batch]:
         """
