@@ -30,6 +30,7 @@ from paco_trl.dataset_building import (
 from paco_trl.dataset_building.annotations import check_annotator, count_agreement, kendalls_w, majority_vote
 from paco_trl.dataset_building.pairs import connected_prompts, decide_pairs, split_prompts, vote_on_instances
 from paco_trl.rewards import JudgeUnavailableError
+from paco_trl.utils import stage_folder
 from paco_trl.utils.files import file_name, write_atomically
 from paco_trl.utils.journals import append_lines, read_lines
 from planted_world import PlantedWorld
@@ -58,6 +59,24 @@ def looking_alike(panels: Dataset, names: tuple[str, ...]) -> Dataset:
 
 
 class TestStageFolder:
+    def test_two_processes_may_begin_it_at_the_same_time(self, tmp_path, monkeypatch):
+        """One writes the settings between what the other reads."""
+        read, others = stage_folder.read_record, []
+
+        def read_and_let_the_other_begin(path):
+            record = read(path)
+            if not others:
+                others.append(None)
+                others.append(StageFolder(tmp_path / "stage", {"size": 1}))
+            return record
+
+        monkeypatch.setattr(stage_folder, "read_record", read_and_let_the_other_begin)
+        assert StageFolder(tmp_path / "stage", {"size": 1}).settings == {"size": 1} and len(others) == 2
+        (tmp_path / "foreign").mkdir()
+        (tmp_path / "foreign" / "settings.json").write_text("{}")
+        with pytest.raises(ValueError, match="Move it away"):
+            StageFolder(tmp_path / "foreign", {"size": 1})
+
     def test_settings_are_kept(self, tmp_path):
         StageFolder(tmp_path / "stage", {"seeds": (0, 1), "size": 1})
         # Nothing came of it: it may begin with other ones

@@ -58,10 +58,11 @@ class StageFolder:
             os.replace(self._replaced, self._dataset)
         if settings is None:
             return
-        # Round trip through JSON, so that tuples compare equal
-        settings, begun = json.loads(json.dumps(settings)), self.settings
+        # The record after the files that it is asked about: another process may begin the stage meanwhile
         paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
         found = sorted(str(path) for path in paths if not path.name.startswith("."))
+        # Round trip through JSON, so that tuples compare equal
+        settings, begun = json.loads(json.dumps(settings)), self.settings
         if found and not begun.keys() & settings.keys():
             raise self._foreign(some_of(found), _SETTINGS)
         # Without another file, the first attempt ended in an error, without a result
