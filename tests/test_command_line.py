@@ -20,7 +20,7 @@ from transformers import IntervalStrategy, TrainerCallback
 from launching import CONFIGS, ROOT
 from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
-from paco_trl.commands import main
+from paco_trl.commands import doctor, env, main
 from paco_trl.commands.parser import CommandParser, option, refuse_unused
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
@@ -351,13 +351,17 @@ class TestErrors:
         assert capsys.readouterr().err == ""
 
 
-def test_windows(capsys, monkeypatch):
+def test_other_systems(capsys, monkeypatch):
     monkeypatch.delattr(os, "EX_TEMPFAIL")  # as there
     runpy.run_path(str(ROOT / "paco_trl" / "utils" / "stopping.py"))
     monkeypatch.setattr(sys, "platform", "win32")
     for command in ("--version", "grpo"):
         assert main.main([command]) == 1
         assert "Linux" in capsys.readouterr().err
+    with pytest.raises(OSError, match="Linux"):
+        PaCoGRPOConfig("out")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main.main(["--version"]) == 0 and "Linux" in capsys.readouterr().err
 
 
 def test_version_and_environment(capsys):
@@ -369,6 +373,17 @@ def test_version_and_environment(capsys):
         assert re.search(rf"^- {name}: \S", shown, flags=re.M), name
     for secret in (platform.node(), str(Path.home()), str(ROOT)):
         assert secret not in shown
+
+
+@pytest.mark.parametrize("trl, is_said", [("1.16.5", False), ("1.15.0", False), ("1.160.0", True), ("2.0.0", True)])
+def test_a_newer_release_is_said_with_the_pin_that_helps(monkeypatch, capsys, trl, is_said):
+    installed = {"trl": trl, "transformers": f"{env.TESTED_WITH['transformers']}.1"}
+    monkeypatch.setattr(env, "version_of", lambda name: installed.get(name, "1.0"))
+    assert main.main(["env"]) == 0
+    row = doctor.check_versions(None)
+    for said in (capsys.readouterr().out, row.advice):
+        assert ('pip install "trl==1.16.*"' in said) == is_said and "transformers==" not in said
+    assert row.verdict == ("warning" if is_said else "ok")
 
 
 def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):

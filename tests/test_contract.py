@@ -2,7 +2,6 @@
 """What is relied on of other libraries' private surface, so that a release that changes it fails here and loudly."""
 
 import dataclasses
-import importlib.metadata
 import inspect
 import re
 import textwrap
@@ -18,10 +17,11 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig
 from trl.trainer import grpo_trainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from paco_trl.commands.env import TESTED_WITH
 from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.trainer import config_utils, paco_grpo_trainer
-from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, TESTED_WITH, USED_GRPO_FIELDS
+from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, USED_GRPO_FIELDS
 from paco_trl.trainer.data_collator import TOKEN_TENSORS
 
 
@@ -34,20 +34,6 @@ def test_the_collator_makes_no_other_tensors_of_tokens(tiny_qwen):
     length = batch["input_ids"].shape[1]
     assert length > 10
     assert {name for name, tensor in batch.items() if tensor.shape[1:2] == (length,)} <= TOKEN_TENSORS
-
-
-@pytest.mark.parametrize("trl, is_said", [("1.16.5", False), ("1.15.0", False), ("1.160.0", True), ("2.0.0", True)])
-def test_a_newer_release_is_said_when_training_begins(make_trainer, monkeypatch, caplog, trl, is_said):
-    installed = {"trl": trl, "transformers": f"{TESTED_WITH['transformers']}.1"}
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or real(name))
-    config_utils.logger.warning_once.cache_clear()
-    make_trainer()
-    said = [record.message for record in caplog.records if "tested" in record.message]
-    assert len(said) == is_said
-    assert not is_said or trl in said[0] and 'pip install "trl==1.16.*"' in said[0]
-    make_trainer()
-    assert len([record for record in caplog.records if "tested" in record.message]) == is_said
 
 
 def test_the_suite_runs_with_what_is_tested():

@@ -38,11 +38,10 @@ from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
-from ..trainer.config_utils import warn_of_newer_versions
 from ..trainer.rounds import RoundSchedule
 from ..utils.errors import is_message_enough
 from . import reward
-from .env import VERSIONS, version_of
+from .env import VERSIONS, newer_than_tested, version_of
 from .grpo import parser_of
 from .parser import CommandParser, option
 from .sample_generator import SampleGenerator
@@ -144,7 +143,7 @@ class DoctorState:
 # ---- Checks: a text is what was found, an error makes the row fail, and what the package logs meanwhile is a warning ----
 
 
-def check_versions(state: DoctorState) -> str:
+def check_versions(state: DoctorState) -> Row:
     """Describe packages and device."""
     device = "no CUDA device"
     if torch.cuda.is_available():
@@ -152,7 +151,8 @@ def check_versions(state: DoctorState) -> str:
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
     versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := version_of(name))]
     network = "" if is_hub_there() else f"; {constants.ENDPOINT} cannot be reached: only what is in the cache is found"
-    return f"{', '.join(versions)}; {device}{network}"
+    newer = newer_than_tested()
+    return Row(WARNING if newer else OK, f"{', '.join(versions)}; {device}{network}", " ".join(newer))
 
 
 def is_hub_there() -> bool:
@@ -184,7 +184,6 @@ def check_configuration(state: DoctorState) -> Row:
             row.verdict = WARNING
             row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
     state.args = args
-    warn_of_newer_versions()
     state.run_args = copy.copy(args)
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size

@@ -6,10 +6,13 @@ import platform
 import sys
 
 import torch
+from packaging.version import Version
 
 
 VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
 _MORE = ("bitsandbytes", "huggingface-hub", "openai", "torchao", "torchvision", "vllm")
+# The trainers override private methods of these: tests/test_contract.py lists which
+TESTED_WITH = {"trl": "1.16", "transformers": "5.24"}
 
 
 def version_of(package: str) -> str | None:
@@ -18,6 +21,17 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def newer_than_tested() -> list[str]:
+    """Say which libraries are newer than those that the trainers were tested with."""
+    installed = {name: version_of(name) or tested for name, tested in TESTED_WITH.items()}
+    return [
+        f"paco_trl was tested with {name} {tested}, and {installed[name]} is installed. Its trainers override private "
+        f'methods of {name}: if a run fails in them, `pip install "{name}=={tested}.*"`.'
+        for name, tested in TESTED_WITH.items()
+        if Version(installed[name]).release[:2] > Version(tested).release
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -31,4 +45,5 @@ def main(arguments: list[str]) -> int:
         "GPUs": ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus) or "none",
     }
     sys.stdout.write("".join(f"- {name}: {value}\n" for name, value in rows.items()))
+    sys.stdout.write("".join(f"{text}\n" for text in newer_than_tested()))
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ..utils.errors import TRACEBACK, is_message_enough
-from ..utils.stopping import Stopped, stop_signals
+from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
 
@@ -174,8 +174,10 @@ def main(arguments: list[str] | None = None) -> int | str | None:
     """Run a command; return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if sys.platform == "win32":
-        sys.stderr.write("paco_trl runs on Linux only. On Windows, use it in WSL 2.\n")
+        sys.stderr.write(f"{NOT_ON_WINDOWS}\n")
         return 1
+    if sys.platform == "darwin":
+        sys.stderr.write("paco_trl is tested on Linux only. On macOS, try small models with `--use_cpu`.\n")
     if arguments[:1] in (["--help"], ["-h"], ["--version"]):
         sys.stdout.write((import_module("paco_trl").__version__ if "--version" in arguments else _usage()) + "\n")
         return 0
@@ -190,6 +192,8 @@ def main(arguments: list[str] | None = None) -> int | str | None:
 
     def run() -> int | None:
         _check_names(words)
+        if command in _TRAINING and not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, of which a file has each state
         if command in _LAUNCHED:
             _launch(command, words)
         module, _, function = COMMANDS[command][0].partition(":")

@@ -113,7 +113,7 @@ class Policy:
         gather = gather_object if is_collective else list
         encode_anchor = functools.cache(self._encode_anchor)
         ordered = round.in_order(batches, gather)
-        for batch in tqdm(ordered, progress, len(batches), disable=progress is None, leave=False):
+        for batch in tqdm(ordered, progress, len(batches), disable=progress is None or None, leave=False):
             of_batch = encoded
             if of_batch is None:
                 numbers = [sample.row for sample in batch.samples]

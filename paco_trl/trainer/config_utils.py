@@ -9,17 +9,15 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.logging import get_logger
-from packaging.version import Version
 from torch import nn
 from torch.distributed import DistError
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -27,15 +25,11 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import GRPOConfig, SFTConfig
 
 from ..checkpointing.checkpoints import how_to_resume
+from ..utils.stopping import NOT_ON_WINDOWS
 
 
 Config = TypeVar("Config", bound=TrainingArguments)
 ConfigClass = TypeVar("ConfigClass", bound=type)
-
-logger = get_logger(__name__)
-
-# The trainers override private methods of these: tests/test_contract.py lists which
-TESTED_WITH = {"trl": "1.16", "transformers": "5.24"}
 
 # What GRPOConfig adds to TrainingArguments is for language models, except for these fields
 USED_GRPO_FIELDS = (
@@ -127,6 +121,8 @@ def name_checkpointing(config: TrainingArguments) -> None:
 
 def check_arguments(args: Any) -> None:
     """Refuse what starts a run that trains nothing, in another precision, or not at all after its model is loaded."""
+    if sys.platform == "win32":
+        raise OSError(NOT_ON_WINDOWS)
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
     for name in {*trackers} - {None, "all", "none"} - available:
@@ -151,17 +147,6 @@ def check_arguments(args: Any) -> None:
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
         steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"
         raise ValueError(f"{steps}; one must be above 0.")
-
-
-def warn_of_newer_versions() -> None:
-    """Say once that a library is newer than the one the trainers were tested with."""
-    for name, tested in TESTED_WITH.items():
-        installed = metadata.version(name)
-        if Version(installed).release[:2] > Version(tested).release:
-            logger.warning_once(
-                f"paco_trl was tested with {name} {tested}, and {installed} is installed. Its trainers override private "
-                f'methods of {name}: if a run fails in them, `pip install "{name}=={tested}.*"`.'
-            )
 
 
 def check_optimizer(args: TrainingArguments) -> None:

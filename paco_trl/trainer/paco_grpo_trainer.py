@@ -87,7 +87,8 @@ from .checks import (
     check_train_dataset,
     offload_models,
 )
-from .config_utils import copy_config, end_explained, warn_of_newer_versions
+from .config_utils import copy_config, end_explained
+from .console import use_console
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
     PolicyStep,
@@ -225,7 +226,6 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
-        warn_of_newer_versions()
         if peft_config is not None:
             peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = Rewards(
@@ -379,6 +379,7 @@ class PaCoGRPOTrainer(ResumesExactly, GRPOTrainer):
     def _add_callbacks(self) -> None:
         events = {"on_pre_optimizer_step": self._drop_gradients, "on_optimizer_step": self._update_averages}
         self.add_callback(RunCallback(**events, on_train_begin=self._begin_run))
+        use_console(self)
         self.add_callback(CurvesCallback(self.args.plot_curves))
         self.add_callback(ImageStatisticsCallback())
         if self.args.log_completions:

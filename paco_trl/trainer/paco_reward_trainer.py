@@ -48,7 +48,8 @@ from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, leave_stop
 from .checks import check_has_evaluation, check_pairs
-from .config_utils import check_best_metric, copy_config, end_explained, warn_of_newer_versions
+from .config_utils import check_best_metric, copy_config, end_explained
+from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
@@ -257,7 +258,6 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
         args = copy_config(args)
-        warn_of_newer_versions()
         named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset)]
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
@@ -337,6 +337,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._evaluated: list[torch.Tensor] = []
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
+        use_console(self)
         events = {"on_train_begin": self._begin_run, "on_step_end": self._evaluate_last_step}
         self.add_callback(RunCallback(**events, on_prediction_step=self._give_up_evaluation))
         self._grids: list[list[int]] = []  # of the micro-batch's images

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -127,6 +128,9 @@ class ResumesExactly(PushesToHub):
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
         # A resumed run continues with its checkpoint's seconds
         self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
+        if self._resumed_from is not None and self.accelerator.is_main_process:
+            step, last = self.state.global_step + 1, self.state.max_steps
+            tqdm.write(f"Resuming from {self._resumed_from.name} at step {min(step, last)} of {last}.")
         if self.args.enable_jit_checkpoint:
             defer_stop()  # until here a signal ends the run at once: it has nothing to save
         if self._resumed_from is not None and self._is_evaluation_due():

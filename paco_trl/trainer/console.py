@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training prints: a short line for each logged step. `curves.csv` and the trackers have all metrics."""
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+
+
+_RATIO, _LOSS = "|ratio-1|", "loss"
+_SECONDS, _MEMORY, _LEFT = "s/step", "mem GiB", "left"
+# What a narrow terminal leaves out, the least important first
+_SPARED = (_MEMORY, _SECONDS, _RATIO)
+_WIDTHS = {_RATIO: 9, _SECONDS: 6, _MEMORY: 7, _LEFT: 8}
+_LEAST, _MOST = 8, 16  # width of a reward
+_ROWS_PER_HEADER = 25
+_GAP = "  "
+
+
+class ConsoleCallback(ProgressCallback, PrinterCallback):
+    """
+    Prints a line for each logged step: rewards, ratio, seconds a step, peak memory of this process, and time left. The
+    bar below them is shown in terminals and notebooks. Takes the place of both classes that it is made of: what removes
+    one of them from a trainer removes it.
+    """
+
+    training_bar: Any
+    prediction_bar: Any
+
+    def __init__(self):
+        super().__init__()
+        self._labels: dict[str, None] = {}  # of the columns so far
+        self._num_rows = 0
+        self._last = self._first = (0, time.monotonic())  # step and time
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.current_step = step = state.global_step
+        self._labels, self._num_rows, self._first = {}, 0, (step, time.monotonic())
+        self._last = self._first
+        if state.is_world_process_zero:
+            self.training_bar = _bar(args, total=state.max_steps, initial=step)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self.prediction_bar is None and state.is_world_process_zero:
+            self.prediction_bar = _bar(args, total=len(eval_dataloader), leave=False)
+        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        if "train_runtime" in logs:
+            steps, seconds = state.global_step - self._first[0], time.monotonic() - self._first[1]
+            text = f"{steps} steps in {tqdm.format_interval(seconds)}."
+        else:
+            text = self._row(args, state, logs) if _LOSS in logs else _describe(state.global_step, logs)
+        tqdm.write(text)
+        sys.stdout.flush()  # it may be a file that somebody watches
+
+    def _row(self, args, state, logs) -> str:
+        """Format the line of a step, below a header where the columns are new."""
+        now, step = time.monotonic(), state.global_step
+        rewards = {
+            match[1]: value for name, value in logs.items() if (match := re.fullmatch(r"rewards/(.+)/mean", name))
+        }
+        values = {name.removesuffix("_reward"): f"{value:.4g}" for name, value in rewards.items()}
+        if ratios := [value for name, value in logs.items() if name.startswith("ratio_deviation")]:
+            values[_RATIO] = f"{max(ratios):.1e}"
+        elif _RATIO not in self._labels:  # which a step that trains no image lacks
+            values[_LOSS] = f"{logs[_LOSS]:.4g}"
+        if "decision_accuracy" in logs:
+            values["accuracy"] = f"{logs['decision_accuracy']:.4g}"
+        per_step, per_run = [(now - began) / max(step - start, 1) for start, began in (self._last, self._first)]
+        self._last = (step, now)
+        values |= {
+            _SECONDS: f"{per_step:.2f}"[:6],
+            _MEMORY: f"{_peak_memory(args.device) / 2**30:.1f}",
+            _LEFT: tqdm.format_interval(per_run * (state.max_steps - step)),
+        }
+        is_new = not values.keys() <= self._labels.keys()
+        self._labels |= dict.fromkeys(values)
+        head = f"{step}/{state.max_steps}".rjust(max(2 * len(str(state.max_steps)) + 1, len("step")))
+        widths = _fit(self._labels, shutil.get_terminal_size((120, 24)).columns - len(head))
+        line = _GAP.join([head, *(values.get(label, "-").rjust(width) for label, width in widths.items())])
+        if is_new or self._num_rows % _ROWS_PER_HEADER == 0:
+            labels = [_shortened(label, width).rjust(width) for label, width in widths.items()]
+            line = _GAP.join(["step".rjust(len(head)), *labels]) + "\n" + line
+        self._num_rows += 1
+        return line
+
+
+def use_console(trainer: Trainer) -> None:
+    """Put the console in the place of what Trainer has added last, its bars and its lines of all metrics."""
+    for place, callback in reversed(list(enumerate(trainer.callback_handler.callbacks))):
+        if type(callback) in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
+            trainer.callback_handler.callbacks[place] = ConsoleCallback()
+            return
+
+
+def _bar(args: TrainingArguments, **kwargs: Any) -> Any:
+    # `None` hides it where there is no terminal
+    return tqdm(dynamic_ncols=True, disable=args.disable_tqdm or None, **kwargs)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return the bytes that this process has taken at most, on the accelerator or without one of the machine."""
+    if device.type == "cpu":
+        import resource  # Windows lacks it
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return torch.accelerator.max_memory_reserved(device)
+
+
+def _fit(labels: Iterable[str], columns: int) -> dict[str, int]:
+    """Choose the widths of the columns of a line, and leave out columns where there are too many."""
+    rewards, others = [label for label in labels if label not in _WIDTHS], _WIDTHS.keys() & {*labels}
+    for spared in (None, *_SPARED):
+        others -= {spared}
+        room = columns - sum(len(_GAP) + _WIDTHS[label] for label in others)
+        width = room // max(len(rewards), 1) - len(_GAP)
+        if width >= _LEAST:
+            break
+    widths = dict.fromkeys(rewards, min(max(width, _LEAST), _MOST)) | _WIDTHS
+    return {label: width for label, width in widths.items() if label in rewards or label in others}
+
+
+def _shortened(label: str, width: int) -> str:
+    """Cut a long label in its middle: names often differ at their ends."""
+    return label if len(label) <= width else f"{label[: width // 2]}…{label[width // 2 + 1 - width :]}"
+
+
+def _describe(step: int, logs: dict[str, Any]) -> str:
+    """Describe an evaluation by its rewards, with those of the untrained model; other logs by all that they have."""
+    means = [name for name in logs if re.search(r"rewards/.+/mean$", name)]
+    losses = [name for name in logs if name.endswith(("_loss", "_decision_accuracy", "_auroc", "_ece"))]
+    parts = []
+    for name in means or losses or [name for name in logs if name != "epoch"]:
+        before = logs.get(f"{name.removesuffix('mean')}baseline") if means else None
+        label = name.replace("rewards/", "").removesuffix("/mean").removesuffix("_reward")
+        value = f"{logs[name]:.4g}" if isinstance(logs[name], float) else logs[name]
+        parts.append(f"{label} {value}" + ("" if before is None else f" (untrained {before:.4g})"))
+    return f"Step {step}: {', '.join(parts)}"
