@@ -351,6 +351,14 @@ class TestDemoPrompts:
             assert panel_size(row["height"], row["width"], row["rows"], row["cols"]) == (512, 512)
             assert 60 <= len(row["prompt"].split()) <= 150
 
+    def test_they_have_a_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        ids = load_image_set_prompts("demo")["id"][:]
+        assert len(ids) == 24 and load_image_set_prompts("demo", "train[6:12]")["id"][:] == ids[6:12]
+        write_jsonl(tmp_path / "demo", [])
+        with pytest.raises(ValueError, match="demo"):  # what is there has the name
+            load_image_set_prompts("demo")
+
 
 class TestGrids:
     @pytest.mark.parametrize("rows, cols", [(2, 3), (3, 1), (1, 1)])

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
+import threading
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from diffusers import DiffusionPipeline
 
 import launching
 import tiny_models
+from hub_server import TOKEN, HubServer
 from launching import CONFIGS, CPU_DDP, CPU_ZERO3, ROOT
 from paco_trl import PaCoReward
 from test_recipes import PAPER
@@ -118,6 +122,86 @@ def test_judge(tiny_qwen, tmp_path):
     assert judge.score(pair, ["Same color?"]) != pytest.approx(base.score(pair, ["Same color?"]), abs=1e-3)
     card = (output / "README.md").read_text()
     assert "| `pairs` | 12 |" in card and "| pairs | 3 |" in card  # trained on, and evaluated on
+
+
+# A command that the test runs in a process of its own, see `launching`
+FORKED = """#!{python} -S
+import os, sys
+from multiprocessing.connection import Client
+with Client({address!r}) as test:
+    test.send((sys.argv, os.getcwd(), dict(os.environ)))
+    code, out, err = test.recv()
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+    sys.exit(code)
+"""
+MODULES = {"paco-trl": "paco_trl.commands.main", "hf": "huggingface_hub.cli.hf"}
+
+
+@contextlib.contextmanager
+def commands_of(folder: Path):
+    """A directory with the commands of `MODULES`, and a list of the words that they are called with."""
+    called: list[list[str]] = []
+    listener = Listener(str(folder / "socket"))
+
+    def serve():
+        while True:
+            with listener.accept() as client:
+                if (asked := client.recv()) is None:
+                    return
+                (path, *words), cwd, environment = asked
+                called.append([Path(path).name, *words])
+                done = launching.run(["-m", MODULES[called[-1][0]], *words], cwd=cwd, env=environment)
+                client.send((done.returncode, done.stdout, done.stderr))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for name in MODULES:
+        (folder / name).write_text(FORKED.format(python=sys.executable, address=str(folder / "socket")))
+        (folder / name).chmod(0o755)
+    try:
+        yield called
+    finally:
+        with Client(str(folder / "socket")) as end:
+            end.send(None)
+        thread.join()
+
+
+@pytest.mark.slow
+def test_the_speedrun(tiny_qwen, tiny_clip, folder_of, tmp_path):
+    """The script as it is, from a folder without a clone: from names on the Hub to an adapter and a Space there."""
+
+    def files_of(folder: Path) -> dict[str, bytes]:
+        paths = filter(Path.is_file, folder.rglob("*"))
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+    models = {
+        "black-forest-labs/FLUX.2-klein-base-4B": Path(folder_of("flux2_klein")),
+        "X-GenGroup/PaCo-Reward-7B": tiny_qwen,
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": tiny_clip,
+        "yuvalkirstain/PickScore_v1": tiny_clip,
+    }
+    short = "--use_cpu --bf16 False --judge_quantization None --resolution_scale 0.0625 --num_inference_steps 3 "
+    short += "--tail_steps 1 --num_generations 2 --per_device_train_batch_size 2 --num_prompts_per_generation 2 --max_steps 2"
+    evaluation = "--set_layout separate --height 64 --width 64 --num_inference_steps 1 --bf16 False"
+    with HubServer({TOKEN: "tester"}) as hub, commands_of(tmp_path) as called:
+        for name, folder in models.items():
+            hub.add_repo(name, files_of(folder))
+        environment = os.environ | {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "EVALUATION": evaluation, "NO_PROXY": "127.0.0.1",
+        }  # fmt: skip
+        command = ["bash", ROOT / "examples/speedrun.sh", "tester/my-klein", *short.split()]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        assert [words[:2] for words in called] == [
+            ["paco-trl", "grpo"], ["paco-trl", "evaluate"], ["paco-trl", "push"], ["paco-trl", "space"], ["hf", "upload"],
+        ]  # fmt: skip
+        assert {"adapter_model.safetensors", "README.md"} <= {*hub.files("tester/my-klein", "model")}
+        app = hub.files("tester/my-klein-space", "space")["app.py"].decode()
+        assert '"tester/my-klein"' in app and "black-forest-labs/FLUX.2-klein-base-4B" in app
+    assert "Before and after: my-klein-evaluation/my-klein/report.html" in done.stdout
+    assert (tmp_path / "my-klein-evaluation/my-klein/report.html").is_file()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

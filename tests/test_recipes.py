@@ -131,6 +131,12 @@ PRESETS = {
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
         "ema_offload": True,
     },
+    "flux.2-klein-4b-24gb": {
+        "model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B", "num_inference_steps_eval": 28,
+        "guidance_scale": 4.0, "tail_steps": 4, "num_prompts_per_generation": 9, "per_device_train_batch_size": 4,
+        "judge_quantization": "nf4", "offload_rewards": True, "epsilon": 1e-6, "gradient_checkpointing": True,
+        "max_steps": 40, "output_dir": "flux.2-klein-4b-24gb",
+    },
     "flux.2-klein-4b-stories": {
         "model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B", "set_layout": "separate",
         "panel_generation": "anchored", "num_inference_steps": 16, "num_inference_steps_eval": 28, "guidance_scale": 4.0,
@@ -143,13 +149,17 @@ PRESETS = {
 def test_a_preset_is_the_papers_but_for_what_it_marks(name):
     paper, preset = values_of("paco-flux.1-dev"), values_of(name)
     derived = {"logging_dir", "steps_per_generation", "gradient_accumulation_steps", "activation_checkpointing"}
-    derived |= {"ratio_tolerance", "lora_target_modules"}  # the default of the family is the same
+    derived |= {
+        "generation_batch_size",
+        "ratio_tolerance",
+        "lora_target_modules",
+    }  # the default of the family is the same
     expected = PRESETS[name]
     assert differing(preset, expected) == {} and preset["lora_target_modules"] is None
     assert {key for key in preset if preset[key] != paper[key]} - derived == expected.keys()
     assert set(re.findall(r"^(\w+):.*  # (?:ours|later[;,])", text_of(name), re.MULTILINE)) == expected.keys()
     layout = parse(name)[1].round_plan
-    assert (layout.num_prompts, layout.num_optimizer_steps) == (42, 2)
+    assert (layout.num_prompts, layout.num_optimizer_steps) == (expected.get("num_prompts_per_generation", 42), 2)
 
 
 # The settings of the run in yifan123/flow_grpo#201, by our names: `sample` and `train` of its configuration

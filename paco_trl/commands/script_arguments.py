@@ -44,7 +44,7 @@ class PromptDataArguments:
     dataset_name: str | None = option(
         None,
         "Prompts: Hub id, directory, or JSON-lines, CSV, TSV, Parquet or text file, also raw T2IS, GEdit-Bench or "
-        "ShareGPT-4o-Image rows.",
+        "ShareGPT-4o-Image rows. `demo` is 24 prompts of sets that come with the package.",
         required=True,
     )
     dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")

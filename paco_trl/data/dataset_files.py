@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED = 20
 _JSON, _TABLES, _LINES, _PARQUET = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv"), ".txt", ".parquet"
 _TEXTS = (*_JSON, *_TABLES, _LINES)
+# A dataset that comes with the package, by its name
+DEMO = "demo"
+DEMO_FILE = Path(__file__).parent / "prompts" / "demo.jsonl"
 # What a file stores for an image that `datasets` does not know for one
 _STORED_IMAGES = [Value(f"{size}{kind}") for size in ("", "large_") for kind in ("string", "binary")]
 
@@ -63,6 +66,7 @@ def load_split(
     config: str | None = None,
 ) -> Dataset:
     """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
+    path = DEMO_FILE if path == DEMO and not os.path.exists(DEMO) else path
     folder = Path(os.path.expanduser(path)).absolute()
     folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []
     if not folders and (isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET)):

@@ -8,7 +8,6 @@ separate images has `layout: "separate"`, `theme` and `panels`; `prompt`, `rows`
 
 import re
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from string import Formatter
 from typing import Any, cast
@@ -17,7 +16,7 @@ from datasets import Dataset, Value
 
 from ..utils.text import is_text, shorten
 from .columns import check_references, is_size
-from .dataset_files import load_split
+from .dataset_files import DEMO_FILE, load_split
 from .grid_prompts import (
     GRID,
     GRID_LAYOUT,
@@ -235,7 +234,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
         path_or_id (`str` or `Path`):
             A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with a prompt on each line, also compressed
             (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or what else [`~datasets.load_dataset`]
-            reads.
+            reads. `"demo"` is the 24 prompts that come with the package, unless there is a file or directory of this name.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load, or a slice of it, such as `"train[:50%]"`. A file, or a saved `Dataset`, is one split, `"train"`.
         config (`str`, *optional*):
@@ -255,4 +254,4 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
 
 def demo_prompts_path() -> Path:
     """Return the path of the 24 image-set prompts that come with the package, a `.jsonl` file."""
-    return Path(str(files("paco_trl.data") / "prompts" / "demo.jsonl"))
+    return DEMO_FILE
