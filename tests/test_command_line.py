@@ -22,6 +22,7 @@ from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import doctor, env, main
 from paco_trl.commands.parser import CommandParser, option, refuse_unused
+from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
@@ -295,13 +296,39 @@ class TestErrors:
             lambda: torch.nn.functional.interpolate(torch.zeros(1, 1, 2, 2)),
             lambda: number_text("three"),
             lambda: fail(ImportError("cannot import name")),
-            reward_that_raises(TypeError("a bug")),
-            reward_that_raises(ValueError("a bug")),
         ]
+        if is_asked:
+            bugs.append(reward_that_raises(TypeError("a bug")))
         for run in bugs:
             with pytest.raises((ValueError, TypeError, ImportError, RewardError)):
                 main.answer("grpo", run)
             assert capsys.readouterr().err == ""
+
+    @pytest.mark.parametrize(
+        "code, words, line",
+        [
+            ("def f(prompts, completions, **kwargs):\n    return {}['a']", "raised KeyError: 'a'", 2),
+            ("class F:\n    def __init__(self):\n        self.a = {}['a']", "raised KeyError: 'a'", 3),
+            ("def f(**kwargs)\n    pass", "SyntaxError: expected ':'", 1),
+            ("import sys\nimport not_there", "No module named 'not_there'", 2),
+            ("import broken_helper", "SyntaxError", 1),
+            ("import sys\nsys.exit('no key')", "SystemExit: no key", 2),
+        ],
+    )
+    def test_an_error_in_a_reward_has_its_frames_alone(self, capsys, monkeypatch, tmp_path, code, words, line):
+        (tmp_path / "my_rewards.py").write_text(code)
+        (tmp_path / "broken_helper.py").write_text("def f(:")
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        arguments = ScriptArguments(rewards=[f"{tmp_path}/my_rewards.py"])
+
+        def run() -> None:
+            Rewards(load_rewards(arguments)).call(0, prompts=["A fox."], completions=[None])
+
+        assert main.answer("grpo", run) == 1
+        frames, _, said = capsys.readouterr().err.partition("paco-trl grpo: ")
+        assert f'my_rewards.py", line {line}' in frames and words in said and "my_rewards.py" in said
+        assert frames.count("Traceback") <= 1 and "/paco_trl/" not in frames and "importlib" not in frames
+        assert said.count("\n") == 1
 
     @pytest.mark.parametrize("is_in_path", [False, True])
     def test_a_name_that_is_not_text(self, tmp_path, monkeypatch, capsys, is_in_path):

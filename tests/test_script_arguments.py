@@ -30,6 +30,7 @@ from paco_trl.rewards import (
     LayoutReward,
     redness_reward,
 )
+from paco_trl.rewards.weighting import RewardError
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_own_rewards_by_import_path(tmp_path, monkeypatch):
         ("my_own_rewards.py=1,5", ValueError, "py=1,5"),
         ("a_package/my_own_rewards.pyy", ValueError, "my_own_rewards.pyy"),
         ("my_own_rewards.threshold", ValueError, "0.5"),
-        ("my_broken_rewards.brightness", ImportError, "'a_package_that_is_missing'"),
+        ("my_broken_rewards.brightness", RewardError, "'a_package_that_is_missing'"),
     ):
         with pytest.raises(error, match=message):
             load_reward(name, ScriptArguments())
@@ -108,7 +109,7 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     for name, error, message in (
         ("none.py", ValueError, "`none.py:my_reward`"),
         ("several.py", ValueError, "several.py:brightness`, `several.py:Sharpness`, `several.py:made"),
-        ("missing.py", OSError, "missing.py"),
+        ("missing.py", ValueError, "no reward 'missing.py'"),
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module
         ("several", ValueError, "`several.py`"),
     ):

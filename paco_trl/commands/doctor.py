@@ -39,7 +39,7 @@ from ..rewards.weighting import Rewards
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
 from ..trainer.rounds import RoundSchedule
-from ..utils.errors import is_message_enough
+from ..utils.errors import frames_of_cause, is_message_enough
 from . import reward
 from .env import VERSIONS, newer_than_tested, version_of
 from .grpo import parser_of
@@ -448,7 +448,8 @@ def check_reward_values(state: DoctorState) -> list[Row]:
             row = rows[function] = Row(OK, f"{len(values)} images of one prompt: {shown}.", check=f"{kind} {name}")
             if column.isnan().any():
                 row.verdict = FAILED if column.isnan().all() else WARNING
-                row.advice = "Images without a value (nan) are left out: find out why the reward gives None."
+                reason = getattr(function, "problem", None) or "find out why the reward gives None"
+                row.advice = f"Images without a value (nan) are left out: {reason}."
             elif len(values) > 1 and column.min() == column.max():
                 row.verdict = WARNING
                 row.advice = "A group of equal values teaches nothing. Watch `frac_reward_zero_std`."
@@ -509,9 +510,9 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
             return [Row(SKIPPED, skipped, "Run the doctor without it.")]
         found = check(state)
     except Exception as error:
-        if not (is_enough := is_message_enough(error)):
-            traceback.print_exc()
-        return [Row(FAILED, str(error) if is_enough else f"{type(error).__name__}: {error}")]
+        frames = "" if is_message_enough(error) else frames_of_cause(error)
+        sys.stderr.write(traceback.format_exc() if frames is None else frames)
+        return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else str(error))]
     finally:
         logger.removeHandler(handler)
     rows = found if isinstance(found, list) else [Row(OK, found) if isinstance(found, str) else found]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, is_message_enough
+from ..utils.errors import TRACEBACK, frames_of_cause, is_message_enough
 from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
@@ -65,10 +65,12 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         with stop_signals() if command in (*_TRAINING, *_RESUMING) else nullcontext():
             return run()
     except Exception as error:
-        if not is_message_enough(error):
+        frames = "" if is_message_enough(error) else frames_of_cause(error)
+        if frames is None:
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
+        sys.stderr.write(frames)
         say(command, f"{error} ({TRACEBACK}=1 shows the traceback.)")
         return 1
     except Stopped as stopped:

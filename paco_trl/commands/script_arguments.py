@@ -25,6 +25,7 @@ from ..data import load_edit_prompts, load_image_set_prompts
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 from ..rewards.checks import check_columns, check_required, check_reward_functions, check_reward_weights
 from ..rewards.judge_rewards import RUBRICS, read_rubric
+from ..rewards.weighting import named_error
 from ..rollout.loading import check_config, read_peft_config
 from ..trainer.checks import check_quantization
 from ..utils.quantization import quantization_config
@@ -277,28 +278,33 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     if name in _REWARDS:
         return _REWARDS[name](script_args)
     reward = _find_reward(name)
-    return reward() if isinstance(reward, type) else reward
+    try:
+        return reward() if isinstance(reward, type) else reward
+    except (Exception, SystemExit) as error:
+        raise named_error(name, error, __file__) from error
 
 
 def _find_reward(path: str) -> Callable:
     """Import a reward of the user's, a function or a class."""
     where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
-    if where.endswith(".py"):
-        module = _import_file(os.path.abspath(os.path.expanduser(where)))
-    else:
-        if os.getcwd() not in sys.path:  # a script has its own directory there
-            sys.path.insert(0, os.getcwd())
-        try:
-            module, file = import_module(where), Path(where.replace(".", "/") + ".py")
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{where}.".startswith(f"{error.name}."):  # one that the module imports
-                raise
-            raise ValueError(
-                f"There is no reward {path!r}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
-                "`=0.5`, is a number, for `--rewards` alone."
-            ) from None
-        if file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
-            raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
+    is_file = where.endswith(".py")
+    file = Path(os.path.abspath(os.path.expanduser(where)) if is_file else where.replace(".", "/") + ".py")
+    if not is_file and os.getcwd() not in sys.path:  # a script has its own directory there
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = _import_file(str(file)) if is_file else import_module(where)
+    except (Exception, SystemExit) as error:
+        is_missing = (
+            not is_file and isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")
+        )
+        if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
+            raise named_error(path, error, __file__) from error
+        raise ValueError(
+            f"There is no reward {path!r}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
+            "`=0.5`, is a number, for `--rewards` alone."
+        ) from None
+    if not is_file and file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
+        raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
     # Not what the module has only imported
     defined = [
         key

@@ -6,6 +6,7 @@ Failures never become numbers: what a reward returns as `None` is NaN in the tab
 an exception stops the run with the reward's name.
 """
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -91,7 +92,7 @@ class Rewards:
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
-            raise _named_error(name, error) from error
+            raise named_error(name, error) from error
 
     async def _call_async(self, index: int, arguments: dict) -> list[float | None]:
         name = self.names[index]
@@ -103,7 +104,7 @@ class Rewards:
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # which would end the event loop's thread alone
-            raise _named_error(name, error) from error
+            raise named_error(name, error) from error
 
     # ---- Aggregation ----
 
@@ -171,10 +172,10 @@ def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
     return value
 
 
-def _named_error(name: str, error: BaseException) -> RewardError:
-    # The lines in the reward, after those of this file
-    step = error.__traceback__
-    while step is not None and step.tb_frame.f_code.co_filename == __file__:
+def named_error(name: str, error: BaseException, caller: str = __file__) -> RewardError:
+    """Name the reward that has raised an error; of its frames are left those after the caller's and an import's."""
+    step, before = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(before):
         step = step.tb_next
     error.__traceback__ = step
     where = "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"

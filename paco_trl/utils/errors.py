@@ -2,6 +2,7 @@
 """Which errors are a message to the user, and which are bugs, whose traceback tells more."""
 
 import os
+import traceback
 from argparse import ArgumentError
 from opcode import opmap
 
@@ -26,6 +27,17 @@ def is_message_enough(error: BaseException) -> bool:
     if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
         return error.__cause__ is None or is_message_enough(error.__cause__)
     return _is_raised_here(error)
+
+
+def frames_of_cause(error: BaseException) -> str | None:
+    """
+    Format the error that an error of this package names, such as that of a user's reward, with its own frames: those of this
+    package tell no more. `None` for a bug, and where the user has asked for tracebacks.
+    """
+    is_named = type(error).__module__.startswith("paco_trl.") and error.__cause__ is not None
+    if not is_named or os.environ.get(TRACEBACK, "0") != "0":
+        return None
+    return "".join(traceback.format_exception(error.__cause__))
 
 
 def _is_raised_here(error: BaseException) -> bool:
