@@ -28,7 +28,7 @@ from paco_trl.planning.memory import USABLE
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
-from paco_trl.trainer.paco_nft_config import UNUSED_FIELDS
+from paco_trl.utils.option_checks import UNUSED_FIELDS
 
 
 ROOT = Path(__file__).parent.parent

@@ -18,10 +18,11 @@ from torch import nn
 from transformers import TrainerState
 
 from paco_trl.rewards import ClipTReward, DuplicateReward, PickScoreReward, redness_reward
-from paco_trl.rewards.checks import check_columns, check_required
+from paco_trl.rewards.checks import check_columns
 from paco_trl.rewards.scoring import RewardScorer
 from paco_trl.rewards.weighting import RewardError, Rewards
 from paco_trl.rollout.rounds import Round
+from paco_trl.utils.option_checks import check_required
 
 
 PROMPTS = ["a", "b", "c"]

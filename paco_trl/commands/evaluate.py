@@ -34,7 +34,7 @@ from rich.markup import escape
 
 from .. import image_benchmarks as benchmarks
 from ..data import SourceImages, load_edit_prompts, load_image_set_prompts, load_stories
-from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, check_panel_options, complete_image_sets
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, complete_image_sets
 from ..evaluation import AestheticScorer
 from ..generation import generate_edits, generate_grids, load_pipeline
 from ..generation.edits import edit_keys
@@ -51,6 +51,7 @@ from ..utils.chat import ChatEndpoint
 from ..utils.files import find_adapter_file, read_record, sole_writer, write_atomically
 from ..utils.fingerprint import file_digest, model_files
 from ..utils.names import public_name
+from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
 from .evaluate_judge import OF_JUDGES, JudgeArguments, evaluate

@@ -5,8 +5,7 @@ import os
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
-from ..data.image_sets import PANEL_GENERATIONS, SET_LAYOUTS
-from ..evaluation.runs import PROTOCOLS
+from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
 from .script_arguments import PromptDataArguments, RewardOptions

@@ -27,10 +27,10 @@ from ..evaluation import (
     save_report,
 )
 from ..evaluation.edit_reward import LAYOUTS
-from ..evaluation.runs import PROTOCOLS
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
+from ..utils.option_checks import PROTOCOLS
 from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge
 from .parser import judge_options, option, refuse_unused
 

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerState
 
 from ..data import split_grid
-from ..data.image_sets import PANEL_OPTIONS, check_panel_options
+from ..data.image_sets import PANEL_OPTIONS
 from ..generation.image_files import generate_missing
 from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
@@ -50,6 +50,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import digest, find_adapter_file, peft_folder, sole_writer, to_png, write_atomically
 from ..utils.fingerprint import describe, file_digest, model_files
 from ..utils.names import public_name
+from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
 from .parser import refuse_unused

@@ -18,7 +18,7 @@ from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..rollout.families import FAMILIES, Family
 from ..rollout.loading import read_index
 from ..trainer.config_utils import REFUSED_GRPO_FIELDS
-from ..trainer.paco_nft_config import UNUSED_FIELDS
+from ..utils.option_checks import UNUSED_FIELDS
 from .main import say
 from .parser import CommandParser
 from .script_arguments import (

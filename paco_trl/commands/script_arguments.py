@@ -23,11 +23,11 @@ from peft import LoraConfig
 from .. import PaCoGRPOConfig, rewards
 from ..data import load_edit_prompts, load_image_set_prompts
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
-from ..rewards.checks import check_columns, check_required, check_reward_functions, check_reward_weights
+from ..rewards.checks import check_columns, check_reward_functions
 from ..rewards.judge_rewards import RUBRICS, read_rubric
 from ..rewards.weighting import named_error
 from ..rollout.loading import check_config, read_peft_config
-from ..trainer.checks import check_quantization
+from ..utils.option_checks import check_quantization, check_required, check_reward_weights
 from ..utils.quantization import quantization_config
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 

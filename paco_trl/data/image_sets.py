@@ -9,7 +9,6 @@ separate images has `layout: "separate"`, `theme` and `panels`; `prompt`, `rows`
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from string import Formatter
 from typing import Any, cast
 
 from datasets import Dataset, Value
@@ -32,11 +31,9 @@ from .t2is import convert_t2is
 
 # Layout of a set whose panels are images of their own
 SEPARATE = "separate"
-SET_LAYOUTS = (None, "grid", SEPARATE)
 # Settings of separate images: the default prompt, and how they are generated
 PANEL_OPTIONS = ("panel_template", "panel_generation")
 PANEL_TEMPLATE = "{theme} {panel}"
-PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
 GRID_COLUMNS = ("rows", "cols", "panels")
 _NEEDED_COLUMNS = ("prompt", *GRID_COLUMNS)
 _SIZE_COLUMNS = ("height", "width")
@@ -153,19 +150,6 @@ def _with_columns(dataset: Dataset, before: list[dict[str, Any]], after: list[di
             known = dataset.remove_columns(name) if name in dataset.column_names else dataset
             dataset = known.add_column(name, column)
     return dataset
-
-
-def check_panel_options(panel_template: str, panel_generation: str) -> None:
-    """Check that a template gives each panel a prompt of its own, and that there is this way to generate separate images."""
-    try:  # a name, a format and a conversion; no name after the last field
-        fields = {tuple(field) for _, *field in Formatter().parse(panel_template)} - {(None,) * 3}
-    except ValueError:
-        fields = set()
-    if ("panel", "", None) not in fields or not fields <= {("panel", "", None), ("theme", "", None)}:
-        needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs, and no other field"
-        raise ValueError(f"`panel_template` is {panel_template!r}; it must be {needs}.")
-    if panel_generation not in PANEL_GENERATIONS:
-        raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be one of {PANEL_GENERATIONS}.")
 
 
 def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:

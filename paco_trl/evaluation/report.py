@@ -12,10 +12,10 @@ import yaml
 
 from ..utils.files import read_template, write_atomically
 from ..utils.fingerprint import HARMLESS_IN_SCORERS
+from ..utils.option_checks import PROTOCOLS
 from ..utils.paper import PAPER
 from ..utils.statistics import without_nan
 from ..utils.text import changes, interval_text, markdown_table, number_text, read_json
-from .runs import PROTOCOLS
 
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")

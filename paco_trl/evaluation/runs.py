@@ -18,11 +18,11 @@ from ..utils.fingerprint import describe, describe_scorer
 from ..utils.images import open_image, to_rgb
 from ..utils.journals import Journal
 from ..utils.names import public_text
+from ..utils.option_checks import PROTOCOLS
 from ..utils.statistics import bootstrap_interval
 from ..utils.text import shorten_path
 
 
-PROTOCOLS = ("default", "published")
 # Text that the published scripts put in front of the two images
 PUBLISHED_LABELS = ("<img1>: ", "<img2>: ")
 

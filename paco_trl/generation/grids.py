@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.columns import typed_dataset
 from ..data.grids import join_grid
-from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, check_image_set_columns, check_panel_options, prompts_of_row
+from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, check_image_set_columns, prompts_of_row
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
+from ..utils.option_checks import check_panel_options
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder

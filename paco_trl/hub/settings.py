@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..data.image_sets import PANEL_TEMPLATE, check_panel_options
+from ..data.image_sets import PANEL_TEMPLATE
 from ..utils.files import find_model_file, write_atomically
 from ..utils.names import public_name
+from ..utils.option_checks import check_panel_options
 from ..utils.paper import PAPER
 from .files import SETTINGS
 from .licenses import License

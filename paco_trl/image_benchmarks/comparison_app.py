@@ -21,7 +21,7 @@ from ..data import (
     split_grid,
     theme_question,
 )
-from ..data.image_sets import SEPARATE, arrange_sets, check_panel_options, prompt_texts, prompts_of_row
+from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts, prompts_of_row
 from ..generation import load_pipeline
 from ..rollout.families import family_of
 from ..rollout.prompt_rows import check_panel_generation
@@ -31,6 +31,7 @@ from ..utils.errors import is_message_enough
 from ..utils.files import read_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
+from ..utils.option_checks import check_panel_options
 
 
 if TYPE_CHECKING:

@@ -2,10 +2,8 @@
 """Check rewards, their weights, and the columns of the dataset that they need, before anything is generated."""
 
 import inspect
-import math
 from collections.abc import Callable
 
-import torch
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from torch import nn
@@ -41,35 +39,6 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
         if names.count(name) > 1:
             raise ValueError(f"Several rewards are named '{name}'. Give each its own `__name__`, which metrics have.")
     return names
-
-
-def check_reward_weights(weights: list[float] | None, names: list[str], aggregation: str) -> torch.Tensor:
-    """Check the weights of the rewards (`None`: all 1) before generation, and return them as `(K,)`."""
-    weights = _one_each(weights, 1.0, "reward_weights", names)
-    if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-        raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
-    if aggregation == "geometric_mean" and min(weights) < 0:
-        raise ValueError(
-            f"`reward_weights` is {weights}, but a geometric mean has no negative weights: negate the reward."
-        )
-    return torch.tensor(weights, dtype=torch.float32)
-
-
-def check_required(required: list | None, names: list[str], weights: torch.Tensor) -> list[bool]:
-    """Check which rewards are required (`None`: all); one of nonzero weight must be."""
-    required = _one_each(required, True, "reward_required", names)
-    if not any(is_required and weight != 0 for is_required, weight in zip(required, weights.tolist(), strict=True)):
-        raise ValueError(f"`reward_required` is {required}: no reward of nonzero weight is required. Require one.")
-    return required
-
-
-def _one_each(values: list | None, default, option: str, names: list[str]) -> list:
-    values = [default] * len(names) if values is None else values
-    if len(values) != len(names):
-        raise ValueError(
-            f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
-        )
-    return values
 
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:

@@ -20,9 +20,10 @@ from PIL import Image
 from trl.trainer.utils import is_async_callable
 
 from ..utils.fingerprint import describe_code
+from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
-from .checks import check_required, check_reward_functions, check_reward_weights, parameters_of
+from .checks import check_reward_functions, parameters_of
 
 
 logger = get_logger(__name__)
@@ -57,8 +58,9 @@ class Rewards:
     ):
         self.functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.names = check_reward_functions(self.functions)
-        self.weights = check_reward_weights(weights, self.names, method)
-        self.required = check_required(required, self.names, self.weights)
+        checked = check_reward_weights(weights, self.names, method)
+        self.weights = torch.tensor(checked, dtype=torch.float32)
+        self.required = check_required(required, self.names, checked)
         if method == "log_tamed" and int((self.weights != 0).sum()) == 1:
             method = "sum_then_normalize"  # one reward has nothing to be balanced with
         self.method, self.threshold = method, threshold

@@ -132,18 +132,6 @@ def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
     )
 
 
-def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool, is_compiled: bool) -> None:
-    """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
-    is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
-    for applies, reason in (
-        (is_full, "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"),
-        (is_deepspeed, "DeepSpeed is supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"),
-        (is_compiled and not is_bitsandbytes, "only 'nf4' works with `compile_repeated_blocks`. Unset it"),
-    ):
-        if quantization is not None and applies:
-            raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
-
-
 def offload_models(args: PaCoGRPOConfig, *runners: Rewards) -> dict[Rewards, list[nn.Module]]:
     """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:

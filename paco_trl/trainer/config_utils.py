@@ -4,12 +4,8 @@
 import copy
 import dataclasses
 import inspect
-import math
-import os
 import re
-import signal
 import socket
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +21,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import GRPOConfig, SFTConfig
 
 from ..checkpointing.checkpoints import how_to_resume
-from ..utils.stopping import NOT_ON_WINDOWS
 
 
 Config = TypeVar("Config", bound=TrainingArguments)
@@ -56,14 +51,6 @@ _UNSUPPORTED_FOR_IMAGES = (
     "ignore_data_skip", "neftune_noise_alpha", "save_only_model", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "train_sampling_strategy",
 )  # fmt: skip
-# What to use instead
-_INSTEAD = {
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "`compile_repeated_blocks`"),
-    **dict.fromkeys(("temperature", "top_p", "top_k"), "`noise_level`"),
-    "fsdp": "DeepSpeed ZeRO-3",
-    "fp16": "`bf16`, or float32",
-    "data_seed": "`seed`",
-}
 
 
 def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -> set[str]:
@@ -74,21 +61,15 @@ def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -
 
 REFUSED_GRPO_FIELDS = unsupported_fields(GRPOConfig, USED_GRPO_FIELDS, *_UNSUPPORTED, *_UNSUPPORTED_FOR_IMAGES)
 REFUSED_SFT_FIELDS = unsupported_fields(SFTConfig, USED_SFT_FIELDS, *_UNSUPPORTED)
-# An infinite one limits nothing
-_LIMITS = (
-    "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
-)  # fmt: skip
 
 
-def refuse_fields(config: Any, parent: type, names: Collection[str], instead: dict[str, str] = _INSTEAD) -> None:
-    """Raise `ValueError` if one of these fields is set to anything but its default in the parent class."""
-    for field in dataclasses.fields(parent):
-        value = getattr(config, field.name)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if field.name in names and value != default and value is not None:
-            hint = f"; use {instead[field.name]} instead" if field.name in instead else ""
-            name = type(config).__name__
-            raise ValueError(f"`{field.name}` is set to {value!r}, which {name} does not support. Unset it{hint}.")
+def defaults_of(config: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass."""
+    fields = dataclasses.fields(config)
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in fields
+    }
 
 
 @contextmanager
@@ -119,10 +100,8 @@ def name_checkpointing(config: TrainingArguments) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
-def check_arguments(args: Any) -> None:
-    """Refuse what starts a run that trains nothing, in another precision, or not at all after its model is loaded."""
-    if sys.platform == "win32":
-        raise OSError(NOT_ON_WINDOWS)
+def check_trackers(args: Any) -> None:
+    """Refuse a tracker that there is not, or that is not installed."""
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
     for name in {*trackers} - {None, "all", "none"} - available:
@@ -131,22 +110,6 @@ def check_arguments(args: Any) -> None:
         raise ValueError(
             f"`report_to` has {name!r}, but must be of {', '.join(INTEGRATION_TO_CALLBACK)}, 'all' or 'none'."
         )
-    for name in {*args.jit_checkpoint_signals} - {*signal.Signals.__members__}:
-        raise ValueError(f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'.")
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-        raise ValueError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
-    if "torch_dtype" in (args.model_init_kwargs or {}):
-        raise ValueError("`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`.")
-    for name in ("seed", "data_seed"):
-        if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
-            raise ValueError(f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}.")
-    limits = (*_LIMITS, "num_train_epochs") if args.max_steps >= 1 else _LIMITS
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value) and (name not in limits or math.isnan(value)):
-            raise ValueError(f"`{name}` is {value}; it must be a finite number.")
-    if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
-        steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"
-        raise ValueError(f"{steps}; one must be above 0.")
 
 
 def check_optimizer(args: TrainingArguments) -> None:

@@ -3,7 +3,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +11,23 @@ from typing import Any
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from ..data.image_sets import PANEL_TEMPLATE, SET_LAYOUTS, check_panel_options
+from ..data.image_sets import PANEL_TEMPLATE
 from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
+from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_problems, refuse
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
-    check_arguments,
     check_optimizer,
+    check_trackers,
+    defaults_of,
     help_from_docstring,
     name_checkpointing,
-    refuse_fields,
 )
-from .rounds import RoundPlan, nearest_multiples, plan_round
+from .rounds import RoundPlan, plan_round
 
 
 logger = get_logger(__name__)
@@ -39,28 +40,6 @@ CHOICES: dict[str, Sequence] = {
     "quantization": (None, *QUANTIZATIONS),
     "set_layout": SET_LAYOUTS,
 }
-_COUNTS = (
-    "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
-    "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "per_device_rollout_batch_size", "num_inference_steps_eval",
-)  # fmt: skip
-_FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
-# Fields, their good values, and the rule in errors
-RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
-    (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
-    (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
-    (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
-    (("epsilon",), lambda v: v > 0, "above 0"),
-    (("epsilon_high", "ratio_tolerance", "advantage_clip"), lambda v: v is None or v > 0, "above 0, or None"),
-    (("guidance_scale",), lambda v: v >= 0, "at least 0: at 1 or below most models use none"),
-    (("noise_level",), lambda v: v > 0, "above 0 (the paper uses 0.7): without noise a step has no log-probability"),
-    (("log_tame_threshold",), lambda v: v == "mean" or v >= 0, "a number >= 0, or 'mean'"),
-    (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
-    (("max_resample_times", "beta"), lambda v: v >= 0, "at least 0"),
-    (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
-    (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
-)
 
 
 @help_from_docstring
@@ -266,9 +245,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether to plot the logged metrics to `output_dir/curves.png`. `curves.csv` is always written.
     """
 
-    loss_types = ("grpo", "grpo_guard")  # of this trainer
-    _other_losses = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`"
-    _ranges, _choices = RANGES, CHOICES
+    loss_types = GRPO_LOSSES  # of this trainer
+    _choices = CHOICES
 
     height: int = 1024
     width: int = 1024
@@ -341,7 +319,6 @@ class PaCoGRPOConfig(GRPOConfig):
     plot_curves: bool = True
 
     def __post_init__(self):
-        self._refuse_fields()
         self._check_values()
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             self.metric_for_best_model: Any = "reward"
@@ -437,12 +414,6 @@ class PaCoGRPOConfig(GRPOConfig):
             num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )  # fmt: skip
 
-    def _refuse_fields(self) -> None:
-        if self.loss_type not in self.loss_types:
-            choices = f"{', '.join(map(repr, self.loss_types))} ({self._other_losses})"
-            raise ValueError(f"`loss_type` is {self.loss_type!r}; it must be one of {choices}.")
-        refuse_fields(self, GRPOConfig, REFUSED_GRPO_FIELDS)
-
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:
             cure = "Start one for each with `accelerate launch`, or set `CUDA_VISIBLE_DEVICES`"
@@ -456,74 +427,15 @@ class PaCoGRPOConfig(GRPOConfig):
             raise ValueError(f"`activation_checkpointing_kwargs` is {kwargs}, but {problem}. Unset it.")
 
     def _check_values(self) -> None:
-        with suppress(TypeError, ValueError):  # "mean", or what is refused below
+        refuse(image_problems(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))
+        with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        for names, is_good, rule in self._ranges:
-            for name in names:
-                value = getattr(self, name)
-                try:
-                    fits = is_good(value)
-                except TypeError:  # of another type, or None
-                    fits = False
-                if not fits:  # NaN is not either
-                    raise ValueError(f"`{name}` is {value!r}; it must be {rule}.")
-        check_arguments(self)
-        value, multiple = self.per_device_rollout_batch_size, self.per_device_train_batch_size
-        if value is not None and value % multiple != 0:
-            raise ValueError(
-                f"`per_device_rollout_batch_size` is {value}, but must be a multiple of `per_device_train_batch_size`, "
-                f"{multiple}. {nearest_multiples(value, multiple)}"
-            )
-        batch_size = self.per_device_rollout_batch_size or self.per_device_train_batch_size
-        if self.max_resample_times and self.min_reward_std is None and self.max_reward_mean is None:
-            cure = "Set `min_reward_std` (0 for those with equal rewards) or `max_reward_mean`"
-            raise ValueError(f"`max_resample_times` is {self.max_resample_times}, but no prompt is left out. {cure}.")
-        if self.max_resample_times and self.num_generations % batch_size:
-            problem = f"a batch of {batch_size} images would hold parts of several"
-            cure = f"Choose a size that divides `num_generations` ({self.num_generations})"
-            raise ValueError(f"`max_resample_times` generates single prompts again, but {problem}. {cure}.")
-        if self.attention_backend is not None:
-            check_attention_backend(self.attention_backend)
         for name, choices in self._choices.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
-        check_panel_options(self.panel_template, self.panel_generation)
-        if self.set_layout == "grid" and self.panel_generation != PaCoGRPOConfig.panel_generation:
-            raise ValueError(f"`panel_generation` is {self.panel_generation!r}, but `set_layout` is 'grid'. Unset it.")
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards in ("none", False):
-            problem = "'normalize_then_sum' scales each reward by its group and their sum by the batch, as in TRL"
-            raise ValueError(f"`scale_rewards` is {self.scale_rewards!r}, but {problem}. Unset it.")
+        check_trackers(self)
+        if self.attention_backend is not None:
+            check_attention_backend(self.attention_backend)
         if self.reward_required is not None:
-            words = [str(value).lower() for value in self.reward_required]
-            if not {*words} <= {"true", "false"}:
-                raise ValueError(
-                    f"`reward_required` is {self.reward_required}; it must be true or false for each reward."
-                )
-            self.reward_required = [word == "true" for word in words]  # type: ignore[misc]
-        method = self.multi_objective_aggregation
-        if method != "log_tamed" and self.log_tame_threshold != PaCoGRPOConfig.log_tame_threshold:
-            raise ValueError(
-                f"`log_tame_threshold` is {self.log_tame_threshold!r}, which {method!r} does not use. Unset it."
-            )
-        if self.reference != "initial" and not self.has_reference:
-            raise ValueError("`reference` is 'base', but no loss compares with it. Set `beta`.")
-        self._check_objective()
-
-    def _check_objective(self) -> None:
-        """Check the stochastic steps and the loss on them."""
-        last = self.num_inference_steps - 1
-        if not self.sde_steps or len({*self.sde_steps} & {*range(last)}) != len(self.sde_steps):
-            rule = f"at least one step, each once, from 0 to {last - 1}: the noise of the last, {last}, would stay in the image"
-            raise ValueError(f"`sde_steps` is {self.sde_steps}; it must name {rule}.")
+            self.reward_required = [str(value).lower() == "true" for value in self.reward_required]  # type: ignore[misc]
         self.sde_steps = sorted(self.sde_steps)
-        if self.num_sde_steps is not None and not 1 <= self.num_sde_steps <= len(self.sde_steps):
-            choice = f"{len(self.sde_steps)} steps are named in `sde_steps` ({self.sde_steps}) to choose from"
-            raise ValueError(f"`num_sde_steps` is {self.num_sde_steps}, but {choice}.")
-        rest = last - self.sde_steps[-1]
-        if self.tail_steps is not None and not 1 <= self.tail_steps <= rest:
-            problem = f"{rest} of {last + 1} steps follow the last stochastic one, {self.sde_steps[-1]}"
-            raise ValueError(
-                f"`tail_steps` is {self.tail_steps}, but {problem}. Choose from 1 to {rest}, or None for all."
-            )
-        if self.sde_type == "cps" and self.noise_level > 1:
-            raise ValueError(f"`noise_level` is {self.noise_level}; it must be at most 1 for 'cps'.")

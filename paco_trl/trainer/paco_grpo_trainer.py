@@ -75,6 +75,7 @@ from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
 from ..utils.files import sole_writer
 from ..utils.fingerprint import component_fingerprint, describe
+from ..utils.option_checks import check_quantization
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.text import changes
@@ -83,7 +84,6 @@ from .checks import (
     check_eval_datasets,
     check_panels_used,
     check_prompts,
-    check_quantization,
     check_train_dataset,
     offload_models,
 )

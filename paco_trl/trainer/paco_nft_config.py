@@ -3,22 +3,9 @@
 
 from dataclasses import dataclass
 
-from .config_utils import help_from_docstring, refuse_fields
-from .paco_grpo_config import CHOICES, RANGES, PaCoGRPOConfig
-
-
-# Fields of PaCoGRPOConfig for stochastic steps
-UNUSED_FIELDS = (
-    "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps",
-    "ratio_tolerance",
-)  # fmt: skip
-# Fields that a loss does not use
-UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
-_INSTEAD = {
-    **dict.fromkeys(("sde_steps", "num_sde_steps"), "`num_noise_levels`"),
-    **dict.fromkeys(("epsilon", "epsilon_high"), "`nft_beta`"),
-    "nft_beta": "`epsilon`",
-}
+from ..utils.option_checks import NFT_LOSSES
+from .config_utils import help_from_docstring
+from .paco_grpo_config import CHOICES, PaCoGRPOConfig
 
 
 @help_from_docstring
@@ -62,15 +49,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             policy is kept.
     """
 
-    loss_types = ("nft", "awm")
-    _other_losses = "those of stochastic steps have `PaCoGRPOTrainer`"
-    _ranges = (
-        *RANGES,
-        (("nft_beta",), lambda v: v > 0, "above 0 (the published code: 1 and 0.1)"),
-        (("old_policy_decay_rate", "old_policy_beta"), lambda v: v >= 0, "at least 0"),
-        (("old_policy_max_decay",), lambda v: 0 <= v < 1, "from 0 to below 1"),
-        (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
-    )
+    loss_types = NFT_LOSSES
     _choices = CHOICES | {"awm_weighting": ("ghuber", "t")}
 
     loss_type: str = "nft"
@@ -91,17 +70,3 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     def keeps_old_policy(self) -> bool:
         """Whether there is an old policy: a second average of the weights."""
         return self.loss_type == "nft" or self.old_policy_beta > 0
-
-    def _refuse_fields(self) -> None:
-        super()._refuse_fields()
-        unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.loss_type])
-        if not self.keeps_old_policy:
-            unused += ("old_policy_decay_rate", "old_policy_max_decay")
-        refuse_fields(self, PaCoNFTConfig, unused, _INSTEAD)
-
-    def _check_objective(self) -> None:
-        count = self.num_inference_steps - 1  # without the last
-        if self.num_noise_levels is not None and not 1 <= self.num_noise_levels <= count:
-            raise ValueError(
-                f"`num_noise_levels` is {self.num_noise_levels}; it must be from 1 to {count}, one per step."
-            )

@@ -16,6 +16,7 @@ from ..rollout import Family, RecordedStep, calls_at, keyed_generator, predict
 from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
 from ..utils.images import to_device
+from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.paper import AWM_PAPER, NFT_PAPER
 from .losses import (
     StepStatistics,
@@ -29,7 +30,7 @@ from .losses import (
     velocity_error,
 )
 from .paco_grpo_trainer import PaCoGRPOTrainer
-from .paco_nft_config import UNUSED_FIELDS, UNUSED_WITH, PaCoNFTConfig
+from .paco_nft_config import PaCoNFTConfig
 from .rounds import TrainingRound
 
 

@@ -7,14 +7,15 @@ import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
+from ..utils.option_checks import judge_problems, refuse
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
-    check_arguments,
     check_optimizer,
+    check_trackers,
+    defaults_of,
     help_from_docstring,
     name_checkpointing,
-    refuse_fields,
 )
 from .first_token_loss import LOSS_VARIANTS
 
@@ -77,6 +78,8 @@ class PaCoRewardConfig(SFTConfig):
             curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other files stay.
     """
 
+    _choices = {"loss_variant": LOSS_VARIANTS}
+
     # Parameters that control the loss
     first_token_weight: float | None = 0.1
     loss_variant: str = "paper"
@@ -100,25 +103,12 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse_fields(self, SFTConfig, REFUSED_SFT_FIELDS)
+        refuse(judge_problems(self, defaults_of(type(self)), REFUSED_SFT_FIELDS))
+        check_trackers(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
-        check_arguments(self)
-        # `not` instead of a reversed comparison: it rejects NaN as well
-        if self.first_token_weight is not None and not 0 < self.first_token_weight <= 1:
-            rule = "in (0, 1], or None for plain likelihood: at 0 the decision would not be trained"
-            raise ValueError(f"`first_token_weight` is {self.first_token_weight}; it must be {rule}.")
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
-        if self.train_sampling_strategy == "batch_rebalance":
-            reason = "whose order does not depend on `seed` alone. Use 'group_by_length'."
-            raise ValueError(f"`train_sampling_strategy` is 'batch_rebalance', {reason}")
-        for name in ("max_pixels", "max_length"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; it must be at least 1, or None.")
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False

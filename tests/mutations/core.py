@@ -282,7 +282,7 @@ MUTANTS = [
     (R + "weighting.py", "mean / first if", "first / mean if", CALLS),
     (R + "weighting.py", "and abs(reward) <= torch.finfo(torch.float32).max:", "or math.isnan(reward):", CALLS),
     (R + "weighting.py", "    if len(rewards) != count:\n", "    if len(rewards) < count:\n", CALLS),
-    (R + "checks.py", "any(is_required and weight != 0 for", "any(is_required for", CALLS),
+    ("paco_trl/utils/option_checks.py", "any(is_required and weight != 0 for", "any(is_required for", CALLS),
     (R + "checks.py", "if rows * cols < least:", "if rows + cols < least:", CALLS),
     (R + "checks.py", "value.strip() if isinstance(value, str) else value", "value", CALLS),
     (R + "scoring.py", "torch.cuda.set_device, accelerator.device)", "torch.cuda.set_device, 0)", CALLS),

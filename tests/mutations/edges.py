@@ -991,8 +991,8 @@ SEPARATE_SETS = [
         f"{_SETS}TestData {_SETS}test_refused",
         ('        elif row["rows"] != 1:', "        elif False:"),
         ('        elif not is_text(row.get("theme")):', "        elif False:"),
-        ("or not fields <= {", "or not fields >= {"),
     ),
+    *_mutants("utils/option_checks.py", f"{_SETS}test_refused", ("or not fields <= {", "or not fields >= {")),
     *_mutants("data/edit_prompts.py", f"{_SETS}TestData", ("layout != SEPARATE", "True")),
     *_mutants("rewards/checks.py", f"{_SETS}test_refused", ("and SEPARATE in kinds:", "and False:")),
     *_mutants(
