@@ -20,7 +20,7 @@ def is_message_enough(error: BaseException) -> bool:
     Tell whether the message of an error is enough: a `raise` of this package wrote it, or the machine is the reason, and the
     user has not asked for tracebacks.
     """
-    if os.environ.get(TRACEBACK, "0") != "0":
+    if _wants_traceback():
         return False
     if isinstance(error, _OF_THE_USER) or type(error).__name__ in _OF_THE_MACHINE:
         return True
@@ -34,10 +34,13 @@ def frames_of_cause(error: BaseException) -> str | None:
     Format the error that an error of this package names, such as that of a user's reward, with its own frames: those of this
     package tell no more. `None` for a bug, and where the user has asked for tracebacks.
     """
-    is_named = type(error).__module__.startswith("paco_trl.") and error.__cause__ is not None
-    if not is_named or os.environ.get(TRACEBACK, "0") != "0":
+    if _wants_traceback() or not type(error).__module__.startswith("paco_trl.") or error.__cause__ is None:
         return None
     return "".join(traceback.format_exception(error.__cause__))
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get(TRACEBACK, "0") != "0"
 
 
 def _is_raised_here(error: BaseException) -> bool:
