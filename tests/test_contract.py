@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from paco_trl.commands.env import TESTED_WITH
 from paco_trl.data import make_pair
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.trainer import paco_grpo_trainer
+from paco_trl.trainer import round_trainer
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS, USED_GRPO_FIELDS
 from paco_trl.trainer.data_collator import TOKEN_TENSORS
 
@@ -75,7 +75,7 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
     rewards = [redness_reward, panel_similarity_reward]
     trainer = make_trainer(reward_funcs=rewards, reward_weights=[0.3, 2.0], max_steps=1, **settings)
     seen = {}
-    roll_out, normalize = trainer._roll_out, paco_grpo_trainer.group_advantages
+    roll_out, normalize = trainer._roll_out, round_trainer.group_advantages
     trainer._roll_out = lambda *args: seen.setdefault("scores", roll_out(*args))
 
     def keep_advantages(*args):
@@ -83,7 +83,7 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
         seen["advantages"] = found.values
         return found
 
-    monkeypatch.setattr(paco_grpo_trainer, "group_advantages", keep_advantages)
+    monkeypatch.setattr(round_trainer, "group_advantages", keep_advantages)
     trainer.train()
     rewards = seen["scores"].rewards
     assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-5).all()

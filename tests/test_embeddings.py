@@ -17,8 +17,8 @@ from paco_trl.rollout import policy
 from paco_trl.rollout.encoder import placed_on
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.rounds import Batch, Round
-from paco_trl.trainer import evaluator, paco_grpo_trainer
-from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
+from paco_trl.trainer import evaluator, round_trainer
+from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 from testing_utils import are_equal, count_images, weights_of
 
@@ -100,7 +100,7 @@ class TestAhead:
         settings = {**self.ONE, "train_dataset": many.select(range(4)), "max_steps": 6, "save_strategy": "steps"}
         results = []
         for rounds in (6, 2):
-            monkeypatch.setattr(paco_grpo_trainer, "ROUNDS_AHEAD", rounds)
+            monkeypatch.setattr(round_trainer, "ROUNDS_AHEAD", rounds)
             trainer = make_trainer(**settings, save_steps=3, output_dir=str(tmp_path / str(rounds)))
             if resumed and results:
                 shutil.copytree(tmp_path / "6" / "checkpoint-3", tmp_path / "2" / "checkpoint-3")

@@ -34,7 +34,7 @@ from paco_trl.planning.memory import (
     training_parts,
     weights_bytes,
 )
-from paco_trl.trainer.paco_grpo_trainer import ROUNDS_AHEAD
+from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
 from testing_utils import entries_of
 
 

@@ -38,9 +38,9 @@ from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..trainer.paco_grpo_trainer import ROUNDS_AHEAD
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
+from ..trainer.round_trainer import ROUNDS_AHEAD
 from ..utils.files import hub_arguments
 
 

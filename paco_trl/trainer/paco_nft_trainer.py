@@ -29,8 +29,8 @@ from .losses import (
     nft_reward_probability,
     velocity_error,
 )
-from .paco_grpo_trainer import PaCoGRPOTrainer
 from .paco_nft_config import PaCoNFTConfig
+from .round_trainer import RoundTrainer
 from .rounds import TrainingRound
 
 
@@ -77,7 +77,7 @@ class VelocityStatistics(StepStatistics):
         return masked_means(columns, is_valid)
 
 
-class PaCoNFTTrainer(PaCoGRPOTrainer):
+class PaCoNFTTrainer(RoundTrainer):
     """
     Trainer for DiffusionNFT, proposed in [DiffusionNFT: Online Diffusion Reinforcement with Forward
     Process](https://huggingface.co/papers/2509.16117), and for AWM, proposed in [Advantage Weighted Matching: Aligning
@@ -109,7 +109,7 @@ class PaCoNFTTrainer(PaCoGRPOTrainer):
     _statistics_class = VelocityStatistics
 
     def _check_family(self) -> None:
-        if type(self).policy_loss is not PaCoGRPOTrainer.policy_loss:
+        if hasattr(self, "policy_loss"):
             raise TypeError(
                 f"{type(self).__name__} has a `policy_loss`, but nothing here has a ratio. Override `compute_loss`."
             )

@@ -422,7 +422,7 @@ HUB = [
         ("values[name] and public_name(values[name])", "values[name]"),
     ),
     *_mutants(
-        "trainer/paco_grpo_trainer.py",
+        "trainer/round_trainer.py",
         "test_model_cards.py::TestMetadata",
         (
             "base_model = self.pipeline.name_or_path or",

@@ -1,0 +1,862 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base of PaCo-GRPO and PaCo-NFT: rounds of images that are generated, rewarded and trained, and all that is around them."""
+
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_utils import PredictionOutput
+from trl import GRPOTrainer
+from trl.models.utils import prepare_deepspeed
+from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.utils import identity, use_adapter
+
+from ..checkpointing.checkpoints import (
+    EMA_WEIGHTS,
+    POLICY_WEIGHTS,
+    load_round,
+    read_run,
+    round_file,
+)
+from ..checkpointing.weights import (
+    EMA,
+    check_all_gradients,
+    gather_weights,
+    load_weights,
+    local_weights,
+    save_trained,
+    use_weights,
+    zero_stage_of,
+)
+from ..hub.cards import save_model_with_card
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+from ..hub.settings import ImageModelCard
+from ..plots.curves import CurvesCallback
+from ..rewards.limits import check_failures, warn_of_constant_rewards
+from ..rewards.scoring import RewardScorer, Scores
+from ..rewards.weighting import RewardError, Rewards
+from ..rollout import Family, RecordedStep, UnlistedFamily, family_of
+from ..rollout.encoder import EncodedRows
+from ..rollout.loading import (
+    adapter_is_new,
+    base_model_name,
+    check_attention_backend,
+    check_base_weights,
+    check_peft_config,
+    check_trained,
+    is_buildable,
+    load_pipeline,
+    load_without_weights,
+    make_policy,
+    pipeline_quantization,
+    read_peft_config,
+)
+from ..rollout.policy import Policy, Recording
+from ..rollout.prompt_rows import PromptRows
+from ..rollout.rounds import Batch
+from ..utils.deepspeed import partition
+from ..utils.files import sole_writer
+from ..utils.fingerprint import component_fingerprint, describe
+from ..utils.option_checks import check_quantization
+from ..utils.quantization import describe_quantization
+from ..utils.text import changes
+from .callbacks import ContactSheetsCallback, ImageStatisticsCallback
+from .checks import (
+    check_eval_datasets,
+    check_panels_used,
+    check_prompts,
+    check_train_dataset,
+    offload_models,
+)
+from .config_utils import copy_config, end_explained
+from .console import use_console
+from .evaluator import Evaluation, Evaluator, evaluation_metrics
+from .losses import (
+    StepStatistics,
+    group_advantages,
+    informative_groups,
+)
+from .model_cards import (
+    evaluation_rows,
+    gallery_of,
+    image_settings,
+    latest_pictures,
+    lora_of,
+    pipeline_call,
+    reward_rows,
+)
+from .paco_grpo_config import PaCoGRPOConfig
+from .resuming import ResumesExactly, RunCallback
+from .rounds import RoundSchedule, TrainingRound
+from .run_settings import describe_run, reference_setting
+
+
+logger = get_logger(__name__)
+
+# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
+ROUNDS_AHEAD = 8
+
+
+class RoundTrainer(ResumesExactly, GRPOTrainer):
+    """
+    Base of the trainers that learn from rounds of generated and rewarded images.
+
+    A trainer says what of a round is recorded (`_generating`), and what its loss is (`compute_loss`).
+    """
+
+    # The loss is divided by the images of the full optimizer step, see `compute_loss`
+    loss_is_scaled_for_ga = True
+
+    _tag_names: list[str]
+    _name: str
+    _paper: dict[str, str]
+    _config_class: type[PaCoGRPOConfig]
+    _record_class: type[RecordedStep]  # of a pending round
+    _statistics_class: type[StepStatistics]
+
+    def __init__(
+        self,
+        model: str | DiffusionPipeline,
+        reward_funcs: Callable | list[Callable],
+        args: PaCoGRPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        eval_reward_funcs: Callable | list[Callable] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        peft_config: LoraConfig | str | None = None,
+        family: Family | None = None,
+    ):
+        # 1. Checks without the model
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if args is None:
+            # A pipeline that was built in memory has no name
+            name = model if isinstance(model, str) else model.name_or_path or type(model).__name__
+            args = self._config_class(f"{Path(name).name}-{self._name}")
+        if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
+            raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
+        args = copy_config(args)
+        if peft_config is not None:
+            peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
+        self.rewards = Rewards(
+            reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
+            cast(Any, args.log_tame_threshold),
+        )  # fmt: skip
+        self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
+        self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
+        self.round_plan = args.round_plan
+        eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
+        check_panels_used(args, self.train_rows, *eval_rows)
+        self.schedule = RoundSchedule(args, self.train_rows.lengths)
+        self._open_run(args, model, peft_config, family)
+        models = offload_models(args, self.rewards, self.eval_rewards)
+
+        # 2. The frozen pipeline: what a name and configs tell is checked before its weights are read
+        self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
+        is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
+        check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
+        transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
+        init = args.model_init_kwargs or {}
+        load = partial(
+            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
+            **init,
+        )  # fmt: skip
+        is_built = is_buildable(model, init, family)
+        dtypes = {"default": torch.float32}  # that of configs
+        pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
+        self.family = family_of(pipeline) if family is None else family
+        self._check_family()
+        quantization = describe_quantization(pipeline.transformer)
+        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        self.size_multiple = self.family.size_multiple(pipeline)
+        if args.ddp_find_unused_parameters is None:
+            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
+            has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
+        check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
+        if args.attention_backend is not None:  # what a device lacks is known only where it runs
+            config = pipeline.transformer.config
+            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
+            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
+            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
+        if is_built:
+            check_trained(pipeline, self.family, peft_config)
+        self.pipeline = load() if is_built else pipeline
+        if not isinstance(model, str) or any(isinstance(each, nn.Module) for each in init.values()):
+            check_base_weights(self.pipeline, ["transformer"] if is_full else [])
+        parts = sorted(self.pipeline.components.items())
+        parts = [(name, part) for name, part in parts if isinstance(part, nn.Module) or name == "scheduler"]
+        self._identify_weights({name: component_fingerprint(part) for name, part in parts})
+        if args.vae_tiling:
+            self.pipeline.vae.enable_tiling()
+
+        # 3. The trained weights. An adapter's are random: seed first
+        set_seed(args.seed)
+        if is_deepspeed:
+            # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
+            args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        self.has_reference = has_reference = args.has_reference
+        pipeline_policy, self.ref_model = make_policy(
+            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,
+            reference=args.reference if has_reference else None,
+            attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
+            quantization=args.quantization,
+        )  # fmt: skip
+        self.quantization = pipeline_quantization(self.pipeline)
+
+        # 4. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
+        # methods read are set below (tests/test_contract.py lists them).
+        stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
+        _BaseTrainer.__init__(
+            self, model=pipeline_policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
+        args.enable_jit_checkpoint = stops
+        if self.ref_model is not None and is_deepspeed:
+            self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
+        elif self.ref_model is not None:
+            self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
+        # Read by the inherited training_step, log and _load_optimizer_and_scheduler
+        self.log_completions = False  # TRL's table of texts, replaced by contact sheets
+        self.use_adaptive_entropy = False
+        self._metrics: dict[str, dict] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._current_train_step_time = 0.0
+        self._step = 0
+
+        # 5. Components of a round
+        self.reward_funcs, self.reward_func_names = self.rewards.functions, self.rewards.names
+        self.reward_weights = self.rewards.weights
+        self.num_generations = args.num_generations  # = G in the paper
+        self.num_iterations = args.num_iterations
+        self.epsilon_low = args.epsilon
+        self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
+        self.beta = args.beta
+        self.policy = Policy(
+            pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
+        )
+        runs = dict.fromkeys((self.rewards, self.eval_rewards))
+        scorers = {rewards: RewardScorer(rewards, self.accelerator, models[rewards]) for rewards in runs}
+        self.scorer = scorers[self.rewards]
+        self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity)
+        self.statistics: Any = self._statistics_class(self.accelerator, args)
+        self.round: Any = None  # TrainingRound
+        self._is_first_backward = True  # of this `train()`
+        self._is_warned_of_constants = False
+        self._step_metrics: dict[str, float] = {}
+        self._is_idle_step = False  # whether the current optimizer step trains no image
+        self._encode_time = self._generation_time = self._train_time = 0.0
+        self._add_callbacks()
+        if self.accelerator.is_main_process and not args.disable_tqdm:
+            rows = self.schedule.rows_per_round
+            sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
+            # Logs at level info are hidden
+            tqdm.write(self.round_plan.describe() + sets + self.schedule.describe_unused())
+
+    def _check_family(self) -> None:
+        """Check that the family supports the method, before its weights are read."""
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: TRL's telemetry reads a model type that a diffusers config lacks."""
+
+    # ---- Start, resume and stop ----
+
+    def _open_run(
+        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None,
+        family: Family | None,
+    ) -> None:  # fmt: skip
+        """Identify the run, and check the output directory and the Hub, before a model is loaded."""
+        self.base_model = base_model_name(model)
+        self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
+        self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
+        loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
+        adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
+        self._identity, self._settings = describe_run(
+            args, self.train_rows.dataset, adapter, family=describe(family),
+            reference=reference_setting(args, peft_config), rewards=self.rewards.descriptions,
+            eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
+        )  # fmt: skip
+        self._identity["base_model"] = Path(self.base_model).name  # of the Hub or a directory: its weights tell
+        self._identity["quantization"] = self._identity["quantization"] or loaded
+        self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
+        self._open_output_dir(args)
+        self._check_run(args)
+        source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+        self._base_model_source = source and str(source)  # may be a Path
+        if args.push_to_hub:
+            self._prepare_hub(args)
+
+    def _add_callbacks(self) -> None:
+        events = {"on_pre_optimizer_step": self._drop_gradients, "on_optimizer_step": self._update_averages}
+        self.add_callback(RunCallback(**events, on_train_begin=self._begin_run))
+        use_console(self)
+        self.add_callback(CurvesCallback(self.args.plot_curves))
+        self.add_callback(ImageStatisticsCallback())
+        if self.args.log_completions:
+            trackers = self.callback_handler.callbacks
+            sheets = ContactSheetsCallback(self.accelerator, self.rewards.names, self.eval_rewards.names, trackers)
+            self.add_callback(sheets)
+
+    @property
+    def _is_zero3(self) -> bool:
+        return self.is_deepspeed_enabled and self.accelerator.deepspeed_plugin.zero_stage == 3
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of the DeepSpeed engine; 0 without one, and before `train()` creates it."""
+        return zero_stage_of(self.accelerator, self.model, self.model_wrapped)
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of the trained weights."""
+        return self.averages.get(EMA_WEIGHTS)
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """
+        Train as [`~transformers.Trainer.train`] does; resuming is exact, to the bit on the CPU or with deterministic kernels.
+
+        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
+        latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
+        """
+        output_dir = self.args.output_dir
+        with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint, trial, ignore_keys_for_eval):
+        args = self.args
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if checkpoint not in (None, self._checked):
+            self._check_resumed_run(checkpoint, args)
+        if self._is_zero3:
+            engine = self.accelerator.deepspeed_plugin.deepspeed_config
+            partition(self.model, self.accelerator.device, self.compute_dtype, engine)
+        # What an earlier `train()` has left
+        self.statistics.rows, self.round = [], None
+        self._step, self._train_time, self._is_first_backward = 0, 0.0, True
+        with self._resumable(checkpoint):
+            try:
+                return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
+            except RewardError as error:
+                # Raised on every process
+                folder = self._save_before_stop()
+                how = "Nothing was trained yet: restart the run when the reward works."
+                if folder is not None:
+                    steps = self.state.global_step
+                    how = f"The {steps} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
+                raise RewardError(f"{error} {how}") from error.__cause__  # of the reward, with its own frames
+
+    def _prepare_for_training(self, *args, **kwargs):
+        """Encode the prompts of the first rounds, then place the weights."""
+        next_round = -(-self.state.global_step // self.schedule.optimizer_steps_per_round)
+        if next_round < self._num_rounds:
+            started = time.perf_counter()
+            self._encode(self._plan_round(next_round))
+            self._encode_time = time.perf_counter() - started
+        return super()._prepare_for_training(*args, **kwargs)
+
+    @property
+    def _num_rounds(self) -> int:
+        """Number of rounds of the run."""
+        return -(-self.state.max_steps // self.schedule.optimizer_steps_per_round)
+
+    def _eval_datasets(self) -> dict[str, Dataset]:
+        """Return the evaluation datasets by the prefix of their metrics."""
+        named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        return {f"eval_{name}" if name else "eval": dataset for name, dataset in named.items()}
+
+    def _begin_run(self) -> None:
+        """Prepare the run once the weights are placed, before the first step."""
+        checkpoint, args = self._resumed_from, self.args
+        self.averages = {}
+        for file, decay in self._ema_decays().items():
+            self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
+            if checkpoint is not None and (checkpoint / file).exists():
+                self.averages[file].load_state_dict(load_file(checkpoint / file))
+            elif checkpoint is not None and file != EMA_WEIGHTS:  # EMA may start here
+                raise ValueError(
+                    f"'{checkpoint}' has no {file}, the old policy's weights that this run continues with. "
+                    "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
+                )
+        if checkpoint is not None:
+            self._load_round(checkpoint)
+        if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
+            # The untrained weights are lost after the first step
+            self.model.eval()
+            for name, dataset in self._eval_datasets().items():
+                self._baseline(self.evaluator.rows_of(dataset), name)
+            self.model.train()
+        super()._begin_run()
+
+    def _ema_decays(self) -> dict[str, float]:
+        """Return the decay of each average of the weights, by its file."""
+        return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
+
+    def _drop_gradients(self) -> None:
+        """Leave weights, and without DeepSpeed moments, as they are where a step trains no image: gradients of 0 would move them."""
+        if self._is_idle_step:
+            self.model.zero_grad(set_to_none=True)
+
+    def _update_averages(self) -> None:
+        """Update the average after each update of the weights."""
+        if EMA_WEIGHTS in self.averages and not self._is_idle_step:
+            self.averages[EMA_WEIGHTS].step()
+
+    # ---- Rounds ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader that only counts micro-steps; `_prepare_inputs` returns what they train."""
+        micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
+        return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
+
+    def _prepare_inputs(self, inputs):
+        """Return a micro-step of the round; generate a new round when it is used up."""
+        accumulation = self.args.gradient_accumulation_steps
+        if self._step % accumulation == 0:
+            # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
+            self._step = self.state.global_step * accumulation
+        index, position = divmod(self._step, self.schedule.micro_steps_per_round)
+        if self.round is None or self.round.index != index:
+            if position > 0:
+                logger.warning(
+                    f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
+                    "they are generated again, with the current weights."
+                )
+            started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
+            self.round = self._generate_and_score_completions(index)
+            self.round.seconds = time.perf_counter() - started
+            self._generation_time += self.round.seconds
+        batch, step, num_trained = self.round.micro_step(position)
+        self._is_idle_step = not num_trained
+        if self._is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+        device = self.accelerator.device
+        if self.args.offload_embeddings:  # its prompts wait in CPU memory
+            step = step.to(device)
+        return {
+            "record": step,
+            "advantages": batch.column("advantage", device),
+            "weights": batch.column("weight", device),
+            "sde": self.round.sde,
+        }
+
+    @property
+    def is_round_pending(self) -> bool:
+        """Whether the current round has optimizer steps left."""
+        return self.round is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
+
+    def _plan_round(self, index: int) -> TrainingRound:
+        """Return a round that is not generated yet."""
+        process = self.accelerator.process_index
+        return TrainingRound(self.schedule, self.train_rows, index, process, self.state.global_step)
+
+    def _encode(self, round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
+        """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
+        numbers, scale = round.rows_of(batches or round.mine), self.args.resolution_scale
+        following = range(round.index + 1, min(round.index + ROUNDS_AHEAD, self._num_rounds))
+        rounds = map(self._plan_round, following)
+        ahead = itertools.chain.from_iterable(later.rows_of(later.mine) for later in rounds)
+        self.policy.encoder.encode(self.train_rows, numbers, scale, ahead)
+        return self.policy.encoder.fetch(round, numbers, scale)
+
+    def _generate_and_score_completions(self, index: int) -> TrainingRound:
+        """Plan a round, roll it out while it is scored, and compare its completions: advantage and weight of each sample."""
+        args, generations = self.args, self.num_generations
+        round = self._plan_round(index)
+        scores = self._roll_out(round, round.mine)
+        num_resampled = self._resample(round, scores) if args.max_resample_times else 0
+
+        aggregated, details = self.rewards.aggregate(scores.rewards, generations)
+        # As in TRL, the sum of normalized rewards is scaled over the batch
+        scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
+        advantages, is_valid, has_spread = group_advantages(aggregated, generations, scale, args.advantage_clip)
+        self._check_scores(round, scores, is_valid)
+        total = self.rewards.total(scores.rewards, generations)
+        is_informative = self._is_informative(total)
+        is_trained = is_valid & is_informative.repeat_interleave(generations)
+        if not is_trained.any():
+            logger.warning(
+                f"In round {index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
+                f"{args.max_reward_mean} leave out every prompt that has rewards: its steps change nothing."
+            )
+        round.weigh(advantages, is_trained, self.family)
+
+        round.metrics |= {
+            **scores.metrics,
+            **self.rewards.metrics(scores.rewards, total, details),
+            "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
+            "images_excluded": (~is_valid).sum().item(),
+            "groups_excluded": (~is_valid.view(-1, generations).any(dim=1)).sum().item(),
+            "frac_groups_uninformative": 1 - is_informative.float().mean().item(),
+            "prompts_resampled": num_resampled,
+        }
+        self._call_event("on_round_end", round=round, scores=scores, advantages=advantages)
+        for completion in round.completions:
+            completion.image = None
+        return round
+
+    def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
+        """Generate batches of a round, and score their completions meanwhile. Collective: call on all ranks."""
+        started, args = time.perf_counter(), self.args
+        encoded = self._encode(round, batches)
+        encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
+        is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
+        started = time.perf_counter()
+        # The rewards that are left are computed when the VAE has left the accelerator, and gathered weights
+        with self.scorer.scoring(round, self.state) as scoring:
+            with self._generating(round) as recording:
+                for finished in self.policy.rollout(
+                    round, batches, args.num_inference_steps, encoded=encoded,
+                    progress=None if is_hidden else f"Round {round.index}: generating", recording=recording,
+                ):  # fmt: skip
+                    scoring.add(finished)
+            rollout_time = time.perf_counter() - started
+        round.metrics = {  # those of the first attempt stay where prompts are resampled
+            "time/encode": encode_time,
+            "time/rollout": rollout_time,
+            "time/resample": 0.0,
+            "time/reward": scoring.scores.waited,
+            "time/reward_hidden": scoring.scores.hidden,
+            "rollout_images_per_second": self.round_plan.num_images / rollout_time,
+        } | round.metrics
+        return scoring.scores
+
+    def _generating(self, round: TrainingRound) -> AbstractContextManager[Recording]:
+        """Place the weights that generate a round, and return what is recorded of it."""
+        raise NotImplementedError
+
+    def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
+        """Tell which prompts of a round are trained, of the sums of rewards of its images."""
+        return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
+
+    def _check_scores(self, round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
+        """Stop where too many rewards are missing, and warn of rewards that are constant in the first round."""
+        where = f"round {round.index}"
+        check_failures(self.rewards, scores.rewards, is_valid, self.args, where)
+        if not self._is_warned_of_constants:
+            warn_of_constant_rewards(self.rewards, scores.rewards, self.num_generations, where)
+            self._is_warned_of_constants = True
+
+    def _resample(self, round: TrainingRound, scores: Scores) -> int:
+        """Put other prompts in the place of those that teach nothing, and generate and score them; return their number."""
+        started, rank, count = time.perf_counter(), self.accelerator.process_index, 0
+        sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
+        others = self.schedule.other_rows(round.index)
+        for _ in range(self.args.max_resample_times):
+            replaced = set()
+            # One that lacks rewards stays: failures are counted, and may stop the run
+            is_missing = (
+                torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(round.row_numbers), -1).any(dim=1)
+            )
+            total = self.rewards.total(scores.rewards, self.num_generations)
+            for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
+                if row := [row for row in others if sizes[row] == sizes[round.row_numbers[group]]][:1]:
+                    others.remove(row[0])
+                    round.replace(group, row[0])
+                    replaced.add(group)
+            if not replaced:
+                break
+            count += len(replaced)
+            new = [[batch for batch in mine if batch.groups & replaced] for mine in round.batches]
+            # Every process generates as many batches: one that has fewer repeats another's, which then is of no completion
+            spare = next(batch for mine in new for batch in mine).without_completions()
+            batches = new[rank] + [spare] * (max(map(len, new)) - len(new[rank]))
+            numbers = [completion.number for completion in round.completions if completion.group in replaced]
+            scores.replace(numbers, self._roll_out(round, batches))
+        round.metrics["time/resample"] = time.perf_counter() - started
+        return count
+
+    @property
+    def _divided_engine(self) -> nn.Module | None:
+        """The ZeRO-3 engine whose weights are gathered for generation."""
+        return self.model_wrapped if self._is_zero3 and self.args.ds3_gather_for_generation else None
+
+    def _call_event(self, event: str, **values: Any) -> None:
+        """Call an event of this package in the callbacks that have it."""
+        for callback in self.callback_handler.callbacks:
+            if (function := getattr(callback, event, None)) is not None:
+                changed = function(self.args, self.state, self.control, model=self.model, **values)
+                self.control = self.control if changed is None else changed
+
+    # ---- Loss ----
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Run TRL's training step, and time an optimizer step without the generation of its round."""
+        started, generation_time = time.perf_counter(), self._generation_time
+        check = nullcontext()
+        if self._is_first_backward:
+            has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
+            unused_layers = self.family.unused_layers(self.pipeline.transformer) if has_unused else ()
+            check = check_all_gradients(self.model, unused_layers)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        with check:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._is_first_backward = False
+        self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
+        if self.accelerator.sync_gradients:
+            round_time = self.round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
+            times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
+            for name, value in {**self.round.metrics, **self._step_metrics, **times}.items():
+                self._metrics["train"][name].append(value)
+            self._train_time = 0.0
+        return loss
+
+    def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
+        ref_velocity = None
+        if self.has_reference:
+            with torch.no_grad(), self._reference(model) as reference:
+                ref_velocity = self.policy.predict(reference, record)
+        return self.policy.predict(model, record, self.args.detach_unconditional), ref_velocity
+
+    @contextmanager
+    def _reference(self, model):
+        """Provide the reference of the KL divergence: a copy of the initial model or adapter, or the base model."""
+        if self.ref_model is not None:
+            with self.accelerator.autocast():
+                yield self.ref_model
+        else:
+            adapted = self.accelerator.unwrap_model(model)
+            with use_adapter(adapted, "ref" if "ref" in adapted.peft_config else None):
+                yield model
+
+    # ---- Evaluation ----
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Evaluate the averaged weights (`ema_decay`) at full resolution, with fixed noise and without stochastic steps.
+
+        Arguments are those of [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`, the
+        weighted sum, `eval_rewards/<name>/mean` and `eval_grid_artifact`, each with an interval over prompts, its
+        `baseline` (of the untrained model, evaluated once in a run, with `eval_baseline`) and its `gain`. Undefined values are left out.
+        """
+        eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(eval_dataset, dict):
+            metrics = {}
+            for name, dataset in eval_dataset.items():
+                metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+            raise RuntimeError(
+                "DeepSpeed places the model when `train()` begins. To evaluate before, set `eval_on_start`."
+            )
+        evaluator, step = self.evaluator, self.state.global_step
+        rows, was_training = evaluator.rows_of(eval_dataset), self.model.training
+        self.model.eval()
+        try:
+            before, is_new = self._baseline(rows, metric_key_prefix)
+            # An adapter may continue a trained one, so this holds for full fine-tuning only
+            is_same = is_new and step == 0 and not isinstance(self.model, PeftModel)
+            if before is not None and (self._is_untrained() or is_same):
+                after = before  # the same weights and noise would give the same images
+            else:
+                with use_weights(self.model, self.ema.average if self.ema else None, self.zero_stage):
+                    after = evaluator.evaluate(rows, "Evaluating", self.state, self._divided_engine)
+            metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+            self.log(dict(metrics))  # starts the trackers, which then get the sheet
+            before = None if before is after else before
+            self._call_event("on_evaluation_end", rows=rows, after=after, before=before, name=metric_key_prefix)
+        finally:
+            self.model.train(was_training)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Evaluate on `test_dataset` with [`~PaCoGRPOTrainer.evaluate`]; there are metrics only, as of the judge's trainer."""
+        return PredictionOutput(None, None, self.evaluate(test_dataset, ignore_keys, metric_key_prefix))
+
+    def _baseline(self, rows: PromptRows, name: str) -> tuple[Evaluation | None, bool]:
+        """Evaluate the untrained model once; also return whether it was generated by this call."""
+        if not self.args.eval_baseline:
+            return None, False
+        may_load = self._resumed_from is not None
+        return self.evaluator.baseline(rows, name, self.state, self._untrained_weights, may_load, self._divided_engine)
+
+    def _untrained_weights(self) -> AbstractContextManager | None:
+        """Return the context in which the model is its base model, or `None`."""
+        if isinstance(self.model, PeftModel):
+            return self.model.disable_adapter()
+        if self.state.global_step == 0:
+            return nullcontext()
+        logger.warning(
+            "All weights are trained, and the evaluation prompts were not generated before training: there is "
+            "no baseline to compare with. Set `eval_on_start=True`, or `eval_strategy`."
+        )
+        return None
+
+    def _is_untrained(self) -> bool:
+        """Return whether the model still is its base model, on every process."""
+        is_new = adapter_is_new(local_weights(self.model, self.zero_stage))
+        if self.ema is not None:
+            is_new = is_new and adapter_is_new(self.ema.average)
+        verdict = torch.tensor([float(is_new)], device=self.accelerator.device)
+        return self.accelerator.gather(verdict).min().item() == 1.0
+
+    # ---- Checkpoints ----
+
+    def _run_record(self) -> dict[str, Any]:
+        return super()._run_record() | {"is_round_pending": self.is_round_pending}
+
+    def _write_weights(self, folder: Path) -> None:
+        keep, ema = self.args.should_save, self.ema
+        average = ema.state_dict(keep) if ema is not None else None
+        policy: Any = None
+        if self.zero_stage == 0 or ema is None:  # DeepSpeed's own files hold the weights otherwise
+            policy = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
+        if keep:
+            self._save_trained(policy if average is None else average, folder)
+            for file, weights in ((EMA_WEIGHTS, average), (POLICY_WEIGHTS, policy)):
+                if weights is not None:
+                    save_file(weights, folder / file)
+
+    def _write_further_weights(self, folder: Path) -> None:
+        """Write averages that are not exported, one at a time: each may be as large as the model."""
+        for file, average in self.averages.items():
+            if file != EMA_WEIGHTS:
+                weights = average.state_dict(self.args.should_save)
+                if self.args.should_save:
+                    save_file(weights, folder / file)
+
+    def _write_state(self, folder: Path) -> None:
+        super()._write_state(folder)
+        if self.is_round_pending:
+            torch.save(self.round.state_dict(), round_file(folder, self.accelerator.process_index))
+
+    def _load_round(self, checkpoint: Path) -> None:
+        """Restore a pending round, if it was divided over as many processes."""
+        index, run = self.accelerator.process_index, read_run(checkpoint)
+        if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
+            return
+        of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
+        if names := ", ".join(name for name, *_ in changes(run["settings"], of_training)):
+            message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
+            logger.warning(f"{message} {names}: it is generated again.")
+            return
+        device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
+        try:
+            state = load_round(checkpoint, index, device, is_offloaded)
+        except UnpicklingError as error:  # of what a pipeline that is not listed may pass
+            logger.warning(
+                f"The round of '{checkpoint}' is generated again, since not all of it is data: {error}"[:400]
+            )
+            return
+        if "batches" not in state:
+            logger.warning(f"The round of '{checkpoint}' is of an older version of paco_trl: it is generated again.")
+            return
+        self.round = self._plan_round(state["index"])
+        self.round.load_state_dict(state, self._record_class, device, is_offloaded)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Load the trained weights, not their average that a checkpoint exports."""
+        load_weights(self.model, load_file(Path(resume_from_checkpoint) / POLICY_WEIGHTS), zero_stage=0)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights as they were evaluated."""
+        best = Path(self.state.best_model_checkpoint)
+        weights = load_file(best / (EMA_WEIGHTS if (best / EMA_WEIGHTS).exists() else POLICY_WEIGHTS))
+        load_weights(self.model, weights, self.zero_stage)
+        if self.ema is not None:
+            self.ema.load_state_dict(weights)
+        self.loaded_step = self.state.best_global_step
+
+    # ---- Files, card, Hub ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
+        """
+        Save trained weights, card and images. Collective: call on all ranks.
+
+        With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
+        `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
+        by name.
+        """
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        self._refuse_foreign(folder)
+        keep = self.args.should_save
+        if self.ema is not None and use_ema:
+            weights = self.ema.state_dict(keep)
+        else:
+            weights = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
+        if keep:
+            self._save_trained(weights, folder, use_ema)
+        if self.args.push_to_hub and not _internal_call:
+            self._push_saved(folder)
+
+    def _save_trained(self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
+        save_weights = partial(save_trained, self.model, self.pipeline, weights, folder)
+        card, pictures = self._model_card(use_ema=use_ema), self._pictures(use_ema)
+        save_model_with_card(card, folder, pictures, self.published_files, save_weights)
+
+    def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
+        """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
+        pictures = latest_pictures(self.args, self._card_step, use_ema)
+        has_separate = self.train_rows.has_separate
+        return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
+
+    def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
+        """Fill in the current card of the averaged weights, or of those of the last step."""
+        args, family, prompts = self.args, self.family, self.train_rows
+        first = [prompts.calls[call].prompt for call in prompts.calls_of[0]]
+        step = self._card_step
+        history = [entry for entry in self.state.log_history if entry["step"] <= step]
+        # A pipeline that was built in memory has no name
+        base_model = self.pipeline.name_or_path or type(self.pipeline).__name__
+        is_adapter = isinstance(self.model, PeftModel)
+        rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
+        evaluations, judges = [], self.evaluator.rewards
+        if use_ema or args.ema_decay is None:  # evaluations are of the average
+            datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
+            evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
+        pictures = self._pictures(use_ema)
+        return ImageModelCard(
+            **self._card_fields(base_model, step=step, **fields),
+            lora=lora_of(self.model, self.trained_from, self.quantization),
+            weights="adapter" if is_adapter else "transformer",
+            formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],
+            family=type(family).__name__,
+            pipeline_class=type(self.pipeline).__name__,
+            transformer_class=type(self.policy.pipeline.transformer).__name__,
+            dtype=str(self.compute_dtype).removeprefix("torch."),
+            device=self.accelerator.device.type,
+            prompt=first[0] if len(first) == 1 else first,
+            layout=list(prompts.image_layouts[0]),
+            call=pipeline_call(self.pipeline, family, args, prompts),
+            trained_on=prompts.kind,
+            method=self._name,
+            settings=image_settings(args, prompts, step, is_adapter, use_ema),
+            rewards=reward_rows(history, *rewards),
+            evaluations=evaluations,
+            pictures=sorted(pictures),
+            gallery=gallery_of(pictures),
+        )
+
+    def _save_with_card(self, use_ema: bool = True, **kwargs) -> None:
+        self.save_model(_internal_call=True, use_ema=use_ema)
+        self.create_model_card(use_ema=use_ema, **kwargs)
