@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watches the rounds of a run. A callback of yours may have `on_round_end`, too: see `docs/paco_grpo_trainer.md`."""
+"""What follows the steps and rounds of a run. A callback of yours may have `on_round_end`, too: see `docs/paco_grpo_trainer.md`."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from ..checkpointing.checkpoints import EMA_WEIGHTS
+from ..checkpointing.weights import EMA
 from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
 from ..plots.trackers import send_to_trackers
 from ..rewards.image_statistics import image_metrics, measure_images
@@ -14,6 +18,32 @@ from ..rewards.scoring import Scores
 from ..rollout.prompt_rows import PromptRows
 from .evaluator import Evaluation
 from .rounds import TrainingRound
+
+
+class AverageCallback(TrainerCallback):
+    """Average the trained weights (`ema_decay`) from the start of `train()`, for evaluations and for what is saved."""
+
+    file = EMA_WEIGHTS  # of a checkpoint
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def decay(self, step: int) -> float:
+        """Return the decay of an update."""
+        return self.trainer.args.ema_decay
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Start at the trained weights, or at the average of the checkpoint, if it has one."""
+        trainer, checkpoint = self.trainer, self.trainer.resumed_from
+        average = EMA(trainer.model, self.decay(state.global_step), trainer.zero_stage, args.ema_offload)
+        if checkpoint is not None and (checkpoint / self.file).exists():
+            average.load_state_dict(load_file(checkpoint / self.file))
+        trainer.averages[self.file] = average
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        """Follow an update of the weights."""
+        if not self.trainer.is_idle_step:
+            self.trainer.averages[self.file].step()
 
 
 class ImageStatisticsCallback(TrainerCallback):

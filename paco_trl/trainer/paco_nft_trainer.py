@@ -18,6 +18,7 @@ from ..rollout.rounds import Batch
 from ..utils.images import to_device
 from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.paper import AWM_PAPER, NFT_PAPER
+from .callbacks import AverageCallback
 from .losses import (
     StepStatistics,
     add_flow_noise,
@@ -77,6 +78,34 @@ class VelocityStatistics(StepStatistics):
         return masked_means(columns, is_valid)
 
 
+class OldPolicyCallback(AverageCallback):
+    """Let the old policy follow the trained weights at the end of each round."""
+
+    file = OLD_POLICY_WEIGHTS
+
+    def decay(self, step: int) -> float:
+        """Return the decay at the end of the last round before a step."""
+        args, steps = self.trainer.args, self.trainer.schedule.optimizer_steps_per_round
+        return nft_old_policy_decay(step // steps * steps, args.old_policy_decay_rate, args.old_policy_max_decay)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Start at the trained weights, or at the old policy of the checkpoint."""
+        checkpoint = self.trainer.resumed_from
+        if checkpoint is not None and not (checkpoint / self.file).exists():
+            raise ValueError(
+                f"'{checkpoint}' has no {self.file}, the old policy's weights that this run continues with. "
+                "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
+            )
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        """Follow the last update of a round that has trained an image."""
+        trainer, step = self.trainer, state.global_step + 1  # which is counted after its update
+        if step % trainer.schedule.optimizer_steps_per_round == 0 and not trainer.round.is_idle:
+            trainer.old_policy.decay = self.decay(step)
+            trainer.old_policy.step()
+
+
 class PaCoNFTTrainer(RoundTrainer):
     """
     Trainer for DiffusionNFT, proposed in [DiffusionNFT: Online Diffusion Reinforcement with Forward
@@ -124,25 +153,10 @@ class PaCoNFTTrainer(RoundTrainer):
         """The average that generates in DiffusionNFT and restrains AWM, from the start of `train()`."""
         return self.averages[OLD_POLICY_WEIGHTS]
 
-    def _old_policy_decay(self, step: int) -> float:
-        """Return the decay at the end of the last round before a step."""
-        steps = self.schedule.optimizer_steps_per_round
-        rate, maximum = self.args.old_policy_decay_rate, self.args.old_policy_max_decay
-        return nft_old_policy_decay(step // steps * steps, rate, maximum)
-
-    def _ema_decays(self) -> dict[str, float]:
-        old = (
-            {OLD_POLICY_WEIGHTS: self._old_policy_decay(self.state.global_step)} if self.args.keeps_old_policy else {}
-        )
-        return old | super()._ema_decays()
-
-    def _update_averages(self) -> None:
-        super()._update_averages()
-        step = self.state.global_step + 1  # which is counted after its update
-        is_end = step % self.schedule.optimizer_steps_per_round == 0
-        if self.args.keeps_old_policy and is_end and not self.round.is_idle:
-            self.old_policy.decay = self._old_policy_decay(step)
-            self.old_policy.step()
+    def _add_callbacks(self) -> None:
+        if self.args.keeps_old_policy:
+            self.add_callback(OldPolicyCallback(self))
+        super()._add_callbacks()
 
     @contextmanager
     def _generating(self, round: TrainingRound) -> Iterator[Recording]:

@@ -48,7 +48,7 @@ class RunCallback(TrainerCallback):
 class ResumesExactly(PushesToHub):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 
-    _resumed_from: Path | None = None
+    resumed_from: Path | None = None
     _saved_step: int | None = None  # of the last checkpoint of this `train()`
     loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
     control: TrainerControl
@@ -104,7 +104,7 @@ class ResumesExactly(PushesToHub):
         args = self.args
         if args.should_save:
             clear_staging(args.output_dir)
-        self._resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
+        self.resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
         self.loaded_step = None
         with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
             try:
@@ -133,8 +133,8 @@ class ResumesExactly(PushesToHub):
             tqdm.write(f"Resuming from {self._resumed_from.name} at step {min(step, last)} of {last}.")
         if self.args.enable_jit_checkpoint:
             defer_stop()  # until here a signal ends the run at once: it has nothing to save
-        if self._resumed_from is not None and self._is_evaluation_due():
-            self._load_rng_state(str(self._resumed_from))
+        if self.resumed_from is not None and self._is_evaluation_due():
+            self._load_rng_state(str(self.resumed_from))
             self._determine_best_metric(self._evaluate(None, None), None)
 
     def _is_evaluation_due(self) -> bool:
@@ -150,7 +150,7 @@ class ResumesExactly(PushesToHub):
 
     def _evaluate(self, *args, **kwargs):
         """Evaluate in training, which draws the same random numbers as without the evaluation."""
-        if kwargs.get("skip_scheduler") and self._resumed_from is not None:
+        if kwargs.get("skip_scheduler") and self.resumed_from is not None:
             return None  # that of `eval_on_start`, which the run has made before it was stopped
         with preserve_rng_state(self.accelerator.device):
             return super()._evaluate(*args, **kwargs)
@@ -181,7 +181,7 @@ class ResumesExactly(PushesToHub):
     def _save_before_stop(self) -> Path | None:
         """Save a checkpoint of the last step if there is none; return the latest of the run. Collective: call on all ranks."""
         if self._restore_rng_state is None:
-            return self._resumed_from
+            return self.resumed_from
         step = self.state.global_step
         if self._saved_step != step:
             self._restore_rng_state()

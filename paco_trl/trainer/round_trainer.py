@@ -78,7 +78,7 @@ from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.option_checks import check_quantization
 from ..utils.quantization import describe_quantization
 from ..utils.text import changes
-from .callbacks import ContactSheetsCallback, ImageStatisticsCallback
+from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
     check_eval_datasets,
     check_panels_used,
@@ -262,7 +262,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
         self._step_metrics: dict[str, float] = {}
-        self._is_idle_step = False  # whether the current optimizer step trains no image
+        self.is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
         if self.accelerator.is_main_process and not args.disable_tqdm:
@@ -305,8 +305,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self._prepare_hub(args)
 
     def _add_callbacks(self) -> None:
-        events = {"on_pre_optimizer_step": self._drop_gradients, "on_optimizer_step": self._update_averages}
-        self.add_callback(RunCallback(**events, on_train_begin=self._begin_run))
+        if self.args.ema_decay is not None:
+            self.add_callback(AverageCallback(self))
+        # After the averages, which an evaluation at the start uses
+        self.add_callback(RunCallback(on_pre_optimizer_step=self._drop_gradients, on_train_begin=self._begin_run))
         use_console(self)
         self.add_callback(CurvesCallback(self.args.plot_curves))
         self.add_callback(ImageStatisticsCallback())
@@ -349,7 +351,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         # What an earlier `train()` has left
-        self.statistics.rows, self.round = [], None
+        self.statistics.rows, self.round, self.averages = [], None, {}
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         with self._resumable(checkpoint):
             try:
@@ -384,17 +386,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _begin_run(self) -> None:
         """Prepare the run once the weights are placed, before the first step."""
-        checkpoint, args = self._resumed_from, self.args
-        self.averages = {}
-        for file, decay in self._ema_decays().items():
-            self.averages[file] = EMA(self.model, decay, self.zero_stage, args.ema_offload)
-            if checkpoint is not None and (checkpoint / file).exists():
-                self.averages[file].load_state_dict(load_file(checkpoint / file))
-            elif checkpoint is not None and file != EMA_WEIGHTS:  # EMA may start here
-                raise ValueError(
-                    f"'{checkpoint}' has no {file}, the old policy's weights that this run continues with. "
-                    "Pass the directory as `peft_config` and set another `output_dir` to continue from its adapter."
-                )
+        checkpoint, args = self.resumed_from, self.args
         if checkpoint is not None:
             self._load_round(checkpoint)
         if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
@@ -405,19 +397,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self.model.train()
         super()._begin_run()
 
-    def _ema_decays(self) -> dict[str, float]:
-        """Return the decay of each average of the weights, by its file."""
-        return {} if self.args.ema_decay is None else {EMA_WEIGHTS: self.args.ema_decay}
-
     def _drop_gradients(self) -> None:
         """Leave weights, and without DeepSpeed moments, as they are where a step trains no image: gradients of 0 would move them."""
-        if self._is_idle_step:
+        if self.is_idle_step:
             self.model.zero_grad(set_to_none=True)
-
-    def _update_averages(self) -> None:
-        """Update the average after each update of the weights."""
-        if EMA_WEIGHTS in self.averages and not self._is_idle_step:
-            self.averages[EMA_WEIGHTS].step()
 
     # ---- Rounds ----
 
@@ -444,8 +427,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self.round.seconds = time.perf_counter() - started
             self._generation_time += self.round.seconds
         batch, step, num_trained = self.round.micro_step(position)
-        self._is_idle_step = not num_trained
-        if self._is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
+        self.is_idle_step = not num_trained
+        if self.is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
         device = self.accelerator.device
@@ -697,7 +680,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Evaluate the untrained model once; also return whether it was generated by this call."""
         if not self.args.eval_baseline:
             return None, False
-        may_load = self._resumed_from is not None
+        may_load = self.resumed_from is not None
         return self.evaluator.baseline(rows, name, self.state, self._untrained_weights, may_load, self._divided_engine)
 
     def _untrained_weights(self) -> AbstractContextManager | None:
