@@ -169,40 +169,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._open_run(args, model, peft_config, family)
         models = offload_models(args, self.rewards, self.eval_rewards)
 
-        # 2. The frozen pipeline: what a name and configs tell is checked before its weights are read
+        # 2. The frozen pipeline
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
-        check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
-        # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
-        transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
-        init = args.model_init_kwargs or {}
-        load = partial(
-            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
-            **init,
-        )  # fmt: skip
-        is_built = is_buildable(model, init, family)
-        dtypes = {"default": torch.float32}  # that of configs
-        pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
-        self.family = family_of(pipeline) if family is None else family
-        self._check_family()
-        quantization = describe_quantization(pipeline.transformer)
-        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
-        self.size_multiple = self.family.size_multiple(pipeline)
-        if args.ddp_find_unused_parameters is None:
-            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
-            has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
-            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
-        check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
-        if args.attention_backend is not None:  # what a device lacks is known only where it runs
-            config = pipeline.transformer.config
-            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
-            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
-            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
-        if is_built:
-            check_trained(pipeline, self.family, peft_config)
-        self.pipeline = load() if is_built else pipeline
-        if not isinstance(model, str) or any(isinstance(each, nn.Module) for each in init.values()):
-            check_base_weights(self.pipeline, ["transformer"] if is_full else [])
+        self.pipeline = self._load_pipeline(model, args, peft_config, family, eval_rows)
         parts = sorted(self.pipeline.components.items())
         parts = [(name, part) for name, part in parts if isinstance(part, nn.Module) or name == "scheduler"]
         self._identify_weights({name: component_fingerprint(part) for name, part in parts})
@@ -211,6 +180,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
         # 3. The trained weights. An adapter's are random: seed first
         set_seed(args.seed)
+        is_deepspeed = args.deepspeed_plugin is not None
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
@@ -270,6 +240,45 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
             # Logs at level info are hidden
             tqdm.write(self.round_plan.describe() + sets + self.schedule.describe_unused())
+
+    def _load_pipeline(
+        self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, peft_config: LoraConfig | str | None,
+        family: Family | None, eval_rows: list[PromptRows],
+    ) -> DiffusionPipeline:  # fmt: skip
+        """Load the pipeline, frozen; what a name and configs tell is checked before its weights are read."""
+        is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
+        check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
+        transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
+        init = args.model_init_kwargs or {}
+        load = partial(
+            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
+            **init,
+        )  # fmt: skip
+        is_built = is_buildable(model, init, family)
+        dtypes = {"default": torch.float32}  # that of configs
+        pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
+        self.family = family_of(pipeline) if family is None else family
+        self._check_family()
+        quantization = describe_quantization(pipeline.transformer)
+        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        self.size_multiple = self.family.size_multiple(pipeline)
+        if args.ddp_find_unused_parameters is None:
+            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
+            has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
+        check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
+        if args.attention_backend is not None:  # what a device lacks is known only where it runs
+            config = pipeline.transformer.config
+            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
+            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
+            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
+        if is_built:
+            check_trained(pipeline, self.family, peft_config)
+            pipeline = load()
+        if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
+            check_base_weights(pipeline, ["transformer"] if is_full else [])
+        return pipeline
 
     def _check_family(self) -> None:
         """Check that the family supports the method, before its weights are read."""
