@@ -504,7 +504,7 @@ class TestCallbacks:
                 images = [completion.image for completion in round.completions]
                 assert redness_reward(None, images) == pytest.approx(scores.rewards[:, 0].tolist())
                 assert [sample.advantage for c in round.completions for sample in c.samples] == advantages.tolist()
-                self.seen.append((round.index, state.global_step, [c.row for c in round.completions]))
+                self.seen.append((round.index, state.global_step, [c.row_number for c in round.completions]))
                 round.metrics["watched"] = float(len(images))
 
         trainer = make_small(max_steps=4, callbacks=[Watch()])

@@ -123,7 +123,7 @@ class TestLoss:
         for position, batch in enumerate(trainer.round.micro_batches):
             steps = [entry["record"] for entry in record.rounds[0][2 * position : 2 * position + 2]]
             for place, sample in enumerate(batch.samples):
-                generator = keyed_generator(trainer.args.seed, 3, 0, sample.row, sample.generation, 1)
+                generator = keyed_generator(trainer.args.seed, 3, 0, sample.row_number, sample.generation, 1)
                 order = torch.randperm(3, generator=generator)[:2].tolist()
                 for level, step in enumerate(steps):
                     schedule = sorted({t for entry in record.rounds[0] for t in entry["record"].times.tolist()})[::-1]

@@ -164,7 +164,11 @@ class OneImageRows:
     is_anchored, args = False, SimpleNamespace(panel_generation="independent")
 
     def __init__(self, rows: list[dict]):
-        self.row, self.lengths, self.calls_of = rows.__getitem__, [1] * len(rows), [[n] for n in range(len(rows))]
+        self.row, self.lengths, self.prompt_numbers = (
+            rows.__getitem__,
+            [1] * len(rows),
+            [[n] for n in range(len(rows))],
+        )
 
 
 class TestImagesOfARewardAreItsOwn:

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
-from paco_trl.trainer.rounds import RoundPlan, RoundSchedule, TrainingRound, plan_round
+from paco_trl.trainer.round_schedule import RoundPlan, RoundSchedule, TrainingRound, plan_round
 from testing_utils import are_equal, entries_of, weights_of
 
 

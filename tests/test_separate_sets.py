@@ -27,7 +27,7 @@ from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.rollout.sde import STREAMS
-from paco_trl.trainer.rounds import RoundSchedule
+from paco_trl.trainer.round_schedule import RoundSchedule
 from paco_trl.utils.text import differences
 from test_short_tail import RunsOfOptions
 from testing_utils import are_equal, entries_of, jsonl, logs_with, sheets_of, weights_of
@@ -106,7 +106,7 @@ class TestData:
         assert complete_image_sets(dataset).to_list() == dataset.to_list()
         rows = PromptRows(dataset, settings(panel_template="{panel} In {theme}"), "it")
         assert rows.lengths == [3, 1, 1] and rows.image_layouts == [(1, 1), (2, 2), (1, 1)]
-        assert [call.prompt for call in rows.calls] == [
+        assert [call.prompt for call in rows.image_prompts] == [
             "a 0. In Theme 0.", "b 0. In Theme 0.", "c 0. In Theme 0.", grid["prompt"], "A cat.",
         ]  # fmt: skip
 
@@ -183,7 +183,7 @@ class TestRounds:
     def test_images_and_completions(self):
         rows = PromptRows(sets(2, 3, 2), settings(), "it")
         round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 6)
-        assert [sample.call for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
+        assert [sample.prompt_number for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
         owners = [sample.completion and sample.completion.number for sample in round.samples]
         assert owners == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, None, None]
         for number, sample in enumerate(round.samples):
@@ -335,11 +335,11 @@ class TestAnchored:
         rows = trainer.evaluator.rows_of(trainer.eval_dataset)
         for row, theme in enumerate(("Theme 0.", "Theme 1.")):
             images = []
-            for call in rows.calls_of[row]:
+            for call in rows.prompt_numbers[row]:
                 source = {"image": images[0], **resizes} if images else {}
                 noise = keyed_generator(trainer.args.seed, STREAMS["evaluation"], 0, call, 0, 0)
                 images += plain(
-                    prompt=rows.calls[call].prompt, height=64, width=64, num_inference_steps=2, guidance_scale=3.5,
+                    prompt=rows.image_prompts[call].prompt, height=64, width=64, num_inference_steps=2, guidance_scale=3.5,
                     generator=noise, **own, **source,
                 ).images  # fmt: skip
             same = [a.tobytes() == b.tobytes() for a, b in zip(images, found["anchored"][theme], strict=True)]
@@ -487,7 +487,7 @@ def test_refused(make_trainer, changes, word):
 
 def test_the_sets_of_an_evaluation_may_be_the_only_ones(make_trainer):
     trainer = make_trainer(eval_dataset=sets(2, 3), panel_template="{panel} {theme}")
-    assert trainer.evaluator.rows_of(trainer.eval_dataset).calls[0].prompt == "a 0. Theme 0."
+    assert trainer.evaluator.rows_of(trainer.eval_dataset).image_prompts[0].prompt == "a 0. Theme 0."
 
 
 class TestCard:

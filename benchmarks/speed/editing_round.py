@@ -62,7 +62,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.encoder import EncodedRows, PromptEmbeddings, PromptEncoder
 from paco_trl.tiny.flux import build_vae
-from paco_trl.trainer.rounds import TrainingRound
+from paco_trl.trainer.round_schedule import TrainingRound
 from tiny_models import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 
 

@@ -47,7 +47,7 @@ from paco_trl.rollout import replay
 from paco_trl.rollout.encoder import EncodedRows
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.callbacks import ContactSheetsCallback
-from paco_trl.trainer.rounds import TrainingRound
+from paco_trl.trainer.round_schedule import TrainingRound
 from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 
 
@@ -376,7 +376,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         with self.watch.section("scoring: advantages, metrics, buffer"):
             round = super()._generate_and_score_completions(index)
         self._prompts_of = {
-            id(step): [self.train_rows.prompts[sample.row] for sample in batch.samples]
+            id(step): [self.train_rows.prompts[sample.row_number] for sample in batch.samples]
             for batch in round.micro_batches
             for step in batch.steps
         }
@@ -415,7 +415,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _inputs(self, encoded: EncodedRows, calls: list[int]):
         if not self.is_published:
             return self._own_inputs(encoded, calls)
-        arguments = self._encode_again([self.train_rows.calls[call].prompt for call in calls])
+        arguments = self._encode_again([self.train_rows.image_prompts[call].prompt for call in calls])
         return arguments, arguments, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -39,7 +39,7 @@ from paco_trl.rewards import ConsistencyReward, ServedJudge
 from paco_trl.rewards.scoring import RewardScorer
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.tiny import build_tiny_flux
-from paco_trl.trainer.rounds import TrainingRound
+from paco_trl.trainer.round_schedule import TrainingRound
 
 
 LATENCIES = (0.25, 0.5, 0.9, 2.0)  # multiples of a micro-batch's rollout
@@ -173,7 +173,10 @@ class OverlapTrainer(PaCoGRPOTrainer):
                 add = started.add
 
                 def add_recorded(completions):
-                    rows, images = [round.row(done.row) for done in completions], [done.image for done in completions]
+                    rows, images = (
+                        [round.row(done.row_number) for done in completions],
+                        [done.image for done in completions],
+                    )
                     self.drawn.append((rows, images))
                     add(completions)
 

@@ -38,7 +38,7 @@ from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
-from ..trainer.rounds import RoundSchedule
+from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
 from . import reward
 from .env import VERSIONS, newer_than_tested, version_of
@@ -244,7 +244,7 @@ def check_data(state: DoctorState) -> str:
     check_panels_used(args, *rows)
     schedule, findings = RoundSchedule(args, rows[0].lengths), []
     for each in rows:
-        images = f" of {len(each.calls)} images" if each.has_separate else ""
+        images = f" of {len(each.image_prompts)} images" if each.has_separate else ""
         sources = "" if each.sources is None else f", up to {each.sources.max_count} source image(s) each"
         columns = ", ".join(each.dataset.column_names)
         findings.append(f"{len(each)} prompts{images}{sources} ({columns}); panels {_listed(Counter(each.layouts))}.")

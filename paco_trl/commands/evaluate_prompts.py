@@ -187,7 +187,9 @@ def _generate(
     def generate(number: int) -> dict:
         completion = round.completions[number]
         with torch.no_grad():
-            policy.encoder.encode(rows, [completion.row], ahead=range(completion.row + 1, len(rows))[:ROWS_AHEAD])
+            policy.encoder.encode(
+                rows, [completion.row_number], ahead=range(completion.row_number + 1, len(rows))[:ROWS_AHEAD]
+            )
             batches = [Batch([sample]) for sample in completion.samples]
             # The last image finishes a set
             *_, (finished,) = policy.rollout(round, batches, settings["num_inference_steps"], is_collective=False)

@@ -85,7 +85,7 @@ class SampleGenerator:
         own = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
 
         def with_own_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
-            arguments, _, sources = self.policy.inputs(encoded, [self.rows.calls_of[self.number][0]])
+            arguments, _, sources = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.number][0]])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
                 self.pipeline(

@@ -387,8 +387,8 @@ class ImageRun:
         for encoder in self.text_encoders:
             return_zeros(encoder)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
-        self.call = max(rows.calls, key=lambda call: (math.prod(rows.training_sizes[call.row]), len(call.prompt)))
-        self.number = self.call.row
+        size = lambda prompt: (math.prod(rows.training_sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
+        self.number, self.prompt = max(rows.image_prompts, key=size)
         self.negative_prompt = rows.negative_prompts[self.number]
         self.max_batch_size = (
             1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
@@ -418,7 +418,7 @@ class ImageRun:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
         images = self.rows.images(self.number) if self.family.prompt_sees_images else []
         where = (torch.device("cpu"), images, self.scales[is_full])
-        found = dict(self.family.encode_prompt(self.pipeline, self.call.prompt, *where))
+        found = dict(self.family.encode_prompt(self.pipeline, self.prompt, *where))
         if self.negative_prompt is not None:
             negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
             found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
@@ -549,7 +549,7 @@ class ImageRun:
             "rewards": rewards if visits else 0,
         }
         if args.embeddings_dir is None:
-            count = min(len(self.rows.calls), ROUNDS_AHEAD * prompts)
+            count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * prompts)
             host["embeddings"] = count * sum(tensor.nbytes for tensor in encoded)
         # Quantized weight by weight, while they are read from files that take no memory of the process
         loaded = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}

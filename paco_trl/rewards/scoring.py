@@ -157,7 +157,7 @@ class Scoring:
 
     def add(self, completions: list[Completion]) -> None:
         """Add completions, and submit full calls. Collective: call on all ranks equally often."""
-        added = [(done.number, {**self.round.row(done.row), "completions": done.image}) for done in completions]
+        added = [(done.number, {**self.round.row(done.row_number), "completions": done.image}) for done in completions]
         if self._async and added:
             self._submit(self._async, added)
         if self._sync:

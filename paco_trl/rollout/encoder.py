@@ -53,7 +53,7 @@ class PromptEmbeddings:
     negative_prompt: dict[str, torch.Tensor] = field(default_factory=dict)
     image_latents: list[torch.Tensor] = field(default_factory=list)
 
-    def place(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+    def to(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
@@ -94,16 +94,16 @@ class PromptEncoder:
 
         Of these rows' embeddings the others are dropped then: memory does not grow with the dataset.
         """
-        needed = self._places(rows, numbers, scale)
+        needed = self._conditions(rows, numbers, scale)
         if needed.keys() <= self._encoded.keys():
             return
-        needed |= self._places(rows, ahead, scale)
+        needed |= self._conditions(rows, ahead, scale)
         self._needed[rows] = set(needed)
         kept = set().union(*self._needed.values())
         self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in kept}
-        new = {key: place for key, place in needed.items() if key not in self._encoded and not self._read(key)}
-        images = {key: place for key, place in new.items() if not isinstance(key, PromptKey)}
-        prompts = {key: number for key, (number, _) in new.items() if isinstance(key, PromptKey)}
+        new = {key: where for key, where in needed.items() if key not in self._encoded and not self._read(key)}
+        images = {key: where for key, where in new.items() if not isinstance(key, PromptKey)}
+        prompts = {key: row_number for key, (row_number, _) in new.items() if isinstance(key, PromptKey)}
         with torch.autocast(self.accelerator.device.type, enabled=False):  # as the pipeline does
             if images:  # before prompts: damaged files are found
                 self._encode_images(rows, images)
@@ -113,42 +113,49 @@ class PromptEncoder:
     def fetch(self, of_round: Round, numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
         """Return some encoded rows of a round, whose embeddings are on the CPU."""
         rows = of_round.rows
-        keys = {call: self._keys(rows, call, scale) for number in numbers for call in rows.calls_of[number]}
+        keys = {
+            prompt_number: self._keys(rows, prompt_number, scale)
+            for row_number in numbers
+            for prompt_number in rows.prompt_numbers[row_number]
+        }
         needed: Iterable[Any] = (key for texts, sources in keys.values() for key in (*texts, *sources))
         encoded: Any = {key: dict(self._encoded[key]) for key in dict.fromkeys(needed)}
         embeddings = {}
-        for call, (texts, sources) in keys.items():
+        for prompt_number, (texts, sources) in keys.items():
             prompt, *negative = [encoded[key] for key in texts]
             latents = [encoded[key]["latents"] for key in sources]
-            embeddings[call] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
+            embeddings[prompt_number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
 
         @functools.cache
-        def prepared(row: int) -> list[Image.Image]:
-            return [
-                self.family.prepare_image(self.pipeline, image, scale) for image in rows.images_in(of_round.row(row))
-            ]
+        def prepared(row_number: int) -> list[Image.Image]:
+            images = rows.images_in(of_round.row(row_number))
+            return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
 
-        return EncodedRows(embeddings, lambda call: prepared(rows.calls[call].row) if rows.sources else [])
+        return EncodedRows(
+            embeddings, lambda number: prepared(rows.image_prompts[number].row_number) if rows.sources else []
+        )
 
-    def _keys(self, rows: PromptRows, call: int, scale: float) -> tuple[list[PromptKey], list[tuple[str, float]]]:
+    def _keys(
+        self, rows: PromptRows, prompt_number: int, scale: float
+    ) -> tuple[list[PromptKey], list[tuple[str, float]]]:
         """Return what the text encoders see, with true guidance of the negative prompt too, and the source images."""
-        row, prompt = rows.calls[call]
-        digests = () if rows.sources is None else rows.sources.digests(row)
+        row_number, prompt = rows.image_prompts[prompt_number]
+        digests = () if rows.sources is None else rows.sources.digests(row_number)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
-        prompts = [each for each in (prompt, rows.negative_prompts[row]) if each is not None]
-        return [PromptKey(each, *seen) for each in prompts], [(each, scale) for each in digests]
+        texts = [text for text in (prompt, rows.negative_prompts[row_number]) if text is not None]
+        return [PromptKey(text, *seen) for text in texts], [(digest, scale) for digest in digests]
 
-    def _places(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:
-        """Return what some rows need, each with a row that has it, and the place of a source image in the row."""
-        places: dict[Condition, tuple[int, int]] = {}
-        for number in numbers:
-            for call in rows.calls_of[number]:
-                texts, sources = self._keys(rows, call, scale)
+    def _conditions(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:
+        """Return what some rows need, with the number of a row that has it, and of a source image in the row."""
+        found: dict[Condition, tuple[int, int]] = {}
+        for row_number in numbers:
+            for prompt_number in rows.prompt_numbers[row_number]:
+                texts, sources = self._keys(rows, prompt_number, scale)
                 for key in texts:
-                    places.setdefault(key, (number, 0))
-                for place, image in enumerate(sources):
-                    places.setdefault(image, (number, place))
-        return places
+                    found.setdefault(key, (row_number, 0))
+                for image_number, image in enumerate(sources):
+                    found.setdefault(image, (row_number, image_number))
+        return found
 
     def _file(self, key: Condition) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
@@ -171,10 +178,10 @@ class PromptEncoder:
     def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
         device, size = self.accelerator.device, 0
         with self._text_encoders_placed(), truncations_counted(self.pipeline) as truncations:
-            for condition, number in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
-                images = rows.images(number) if condition.images else []
+            for condition, row_number in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
+                images = rows.images(row_number) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
-                with rows.add_row_to_errors(number):
+                with rows.add_row_to_errors(row_number):
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._keep(condition, send_to_device(encoded, "cpu"))
                 size = sum(tensor.nbytes for tensor in encoded.values())
@@ -190,9 +197,9 @@ class PromptEncoder:
         vae, device = self.pipeline.vae, self.accelerator.device
         with nullcontext() if vae.device.type == device.type else placed_on([vae], device):
             progress = tqdm(new.items(), "Encoding source images", disable=self._is_hidden, leave=False)
-            for (digest, scale), (number, place) in progress:
-                with rows.add_row_to_errors(number):
-                    image = self.family.prepare_image(self.pipeline, rows.images(number)[place], scale)
+            for (digest, scale), (row_number, image_number) in progress:
+                with rows.add_row_to_errors(row_number):
+                    image = self.family.prepare_image(self.pipeline, rows.images(row_number)[image_number], scale)
                     self._keep((digest, scale), {"latents": self.encode_image(image).latents.cpu()})
 
     @torch.no_grad()
@@ -285,7 +292,7 @@ def _untiled(vae):
 
 @dataclass
 class EncodedRows:
-    """Embeddings of some rows by call, and what prepares the source images of a call, once."""
+    """Embeddings by the number of the image prompt, and what prepares the source images of such a prompt, once."""
 
     embeddings: dict[int, PromptEmbeddings]
     source_images: Callable[[int], list[Image.Image]]

@@ -116,7 +116,7 @@ class Policy:
         for batch in tqdm(ordered, progress, len(batches), disable=progress is None or None, leave=False):
             of_batch = encoded
             if of_batch is None:
-                numbers = [sample.row for sample in batch.samples]
+                numbers = [sample.row_number for sample in batch.samples]
                 following = in_turn[in_turn.index(numbers[-1]) + 1 :]
                 self.encoder.encode(rows, numbers, scale, following[:ROWS_AHEAD])
                 of_batch = self.encoder.fetch(round, numbers, scale)
@@ -142,7 +142,7 @@ class Policy:
     ) -> None:
         """Generate the images of a batch and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
         samples = batch.samples
-        arguments, kept, sources = self.inputs(encoded, [sample.call for sample in samples])
+        arguments, kept, sources = self.inputs(encoded, [sample.prompt_number for sample in samples])
         images, batch.steps = self.pipeline_policy.generate(
             arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
@@ -156,18 +156,18 @@ class Policy:
             batch.steps = share_tensors(batch.steps, arguments, kept)
 
     def inputs(
-        self, encoded: EncodedRows, calls: list[int]
+        self, encoded: EncodedRows, prompt_numbers: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
-        """Return a batch's prompts on the accelerator, the stored tensors behind them, and its source images."""
+        """Return image prompts on the accelerator, the stored tensors behind them, and their source images."""
         device = self.accelerator.device
-        of_calls = [encoded.embeddings[call] for call in calls]
-        embeddings = [prompt.place("cpu" if self.offload_embeddings else device) for prompt in of_calls]
-        if all(prompt is of_calls[0] for prompt in of_calls):
-            kept = {name: tensor.expand(len(calls), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
+        of_prompts = [encoded.embeddings[number] for number in prompt_numbers]
+        embeddings = [prompt.to("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
+        if all(prompt is of_prompts[0] for prompt in of_prompts):
+            kept = {name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
         else:
             kept = {name: torch.cat([prompt[name] for prompt in embeddings]) for name in embeddings[0]}  # (B, ...)
-        latents = [to_device(image, device) for image in of_calls[0].image_latents]
-        images = encoded.source_images(calls[0])
+        latents = [to_device(image, device) for image in of_prompts[0].image_latents]
+        images = encoded.source_images(prompt_numbers[0])
         sources = [EncodedImage(image, of_image) for image, of_image in zip(images, latents, strict=True)]
         return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
 
@@ -191,7 +191,7 @@ def replay(
     Score a recorded step with the current model: one forward for each call of the step.
 
     `guidance_scale` and `sde` are those of the rollout. With `detach_unconditional` no gradient flows through the
-    unconditional prediction of true guidance; a call of its own then keeps nothing for the backward pass.
+    unconditional prediction of true guidance; if that is a separate call, it keeps nothing for the backward pass.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
@@ -235,10 +235,10 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
     Raises:
         RuntimeError: `call_at` does not reproduce the recorded calls for the recorded sample and time.
     """
-    own = torch.full_like(sigma, record.sigma)
+    recorded = torch.full_like(sigma, record.sigma)
     compared = []
     for call in record.calls:
-        again = family.call_at(call, record.sample, own)
+        again = family.call_at(call, record.sample, recorded)
         for name in sorted(call.keys() | again.keys()):
             compared += [(name, flag) for flag in _sameness(call.get(name), again.get(name))]
     waiting = [flag for _, flag in compared if torch.is_tensor(flag)]

@@ -29,10 +29,10 @@ class RowSettings(Protocol):
     panel_generation: str
 
 
-class Call(NamedTuple):
-    """A call of the pipeline: the row whose image it generates, and the prompt."""
+class ImagePrompt(NamedTuple):
+    """What one image is generated from: its row, whose source images it has, and the prompt."""
 
-    row: int
+    row_number: int
     prompt: str
 
 
@@ -69,9 +69,9 @@ class PromptRows:
             if not isinstance(negative, str | None):
                 raise ValueError(f"Row {number} of {where}: `negative_prompt` is {negative!r}. Write a text, or None.")
         self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
-        # A row has one image, or one for each panel, each by a call of its own
-        self.calls: list[Call] = []
-        self.calls_of: list[range] = []
+        # A row has one image, or one for each panel, with a prompt each
+        self.image_prompts: list[ImagePrompt] = []
+        self.prompt_numbers: list[range] = []
         self.image_layouts = list(self.layouts)  # of one image
         columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
         for number, (layout, theme, panels) in enumerate(columns):
@@ -79,9 +79,9 @@ class PromptRows:
             if layout == SEPARATE:
                 prompts = prompts_of_row({"layout": layout, "theme": theme, "panels": panels}, args.panel_template)
                 self.image_layouts[number] = (1, 1)
-            self.calls_of.append(range(len(self.calls), len(self.calls) + len(prompts)))
-            self.calls += [Call(number, prompt) for prompt in prompts]
-        self.lengths = list(map(len, self.calls_of))  # number of images of each row
+            self.prompt_numbers.append(range(len(self.image_prompts), len(self.image_prompts) + len(prompts)))
+            self.image_prompts += [ImagePrompt(number, prompt) for prompt in prompts]
+        self.lengths = list(map(len, self.prompt_numbers))  # number of images of each row
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
@@ -119,7 +119,7 @@ class PromptRows:
                     family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
         if None in self.negative_prompts:
             default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
-            self.negative_prompts = [default if own is None else own for own in self.negative_prompts]
+            self.negative_prompts = [default if text is None else text for text in self.negative_prompts]
         self.inference_sizes = []
         for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
             if self.sources not in (None, self.references) and (height is None or width is None):
@@ -147,9 +147,9 @@ class PromptRows:
         row = dict(self._without_images[number])
         rows, cols = self.layouts[number]
         row |= {"rows": rows, "cols": cols}
-        for each in self.image_columns:
-            images = each.load(number)
-            row[each.column] = images[0] if each.column == "image" else images
+        for column in self.image_columns:
+            images = column.load(number)
+            row[column.column] = images[0] if column.column == "image" else images
         return row
 
     def images_in(self, row: dict[str, Any]) -> list[Image.Image]:
@@ -207,7 +207,7 @@ class PromptRows:
 
     def _has_first_panel(self, number: int) -> bool:
         """Tell whether the first image of a row is the source of its others."""
-        return self.is_anchored and len(self.calls_of[number]) > 1
+        return self.is_anchored and len(self.prompt_numbers[number]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:

@@ -28,8 +28,8 @@ class Sample:
     one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation` of a
     group; a grid has one panel here, the whole of it.
 
-    `call` counts the prompts of all rows of the dataset. With seed, stream, round and generation it is the key of the
-    image's noise, which depends on nothing else; the initial noise may be that of its set's first image.
+    `prompt_number` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is the
+    key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first image.
 
     A sample without a completion only fills a batch: it is generated, and neither scored nor trained.
     """
@@ -37,8 +37,8 @@ class Sample:
     completion: "Completion | None"
     generation: int
     panel: int
-    row: int  # number in the dataset
-    call: int
+    row_number: int  # in the dataset
+    prompt_number: int  # in `rows.image_prompts`
     size: tuple[int, int]  # height and width in pixels
     noise_key: tuple[int, ...]
     initial_key: tuple[int, ...]
@@ -55,7 +55,7 @@ class Completion:
     number: int  # of its row in the table of rewards: the groups in order, each with its generations
     group: int
     generation: int
-    row: int  # number in the dataset
+    row_number: int  # in the dataset
     samples: list[Sample] = field(default_factory=list)
     image: Any = None  # PIL, from when it is finished until nothing needs it
 
@@ -138,35 +138,40 @@ class Round:
             self.samples.append(dataclasses.replace(self.samples[place % num_samples], completion=None))
         self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
-    def _origin(self, row: int, panel: int, generation: int) -> dict:
+    def _origin(self, row_number: int, panel: int, generation: int) -> dict:
         """Return what decides an image of a row."""
-        calls = self.rows.calls_of[row]
-        first = calls[0] if self.rows.args.panel_generation == "shared_noise" else calls[panel]
-        keys = {"noise_key": (*self.key, calls[panel], generation), "initial_key": (*self.key, first, generation)}
-        return {"row": row, "call": calls[panel], "size": self.sizes[row], **keys}
+        numbers = self.rows.prompt_numbers[row_number]
+        first = numbers[0] if self.rows.args.panel_generation == "shared_noise" else numbers[panel]
+        return {
+            "row_number": row_number,
+            "prompt_number": numbers[panel],
+            "size": self.sizes[row_number],
+            "noise_key": (*self.key, numbers[panel], generation),
+            "initial_key": (*self.key, first, generation),
+        }
 
     @property
     def row_numbers(self) -> list[int]:
         """Number of the row of each group."""
-        return [completion.row for completion in self.completions[:: self.num_generations]]
+        return [completion.row_number for completion in self.completions[:: self.num_generations]]
 
     @property
     def has_sets(self) -> bool:
         """Whether a completion has several images."""
         return any(len(completion.samples) > 1 for completion in self.completions)
 
-    def replace(self, group: int, row: int) -> None:
+    def replace(self, group: int, row_number: int) -> None:
         """Put another row, of the same size and number of images, in the place of a group's."""
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
-            completion.row, completion.image = row, None
+            completion.row_number, completion.image = row_number, None
             for sample in completion.samples:
-                vars(sample).update(self._origin(row, sample.panel, sample.generation))
+                vars(sample).update(self._origin(row_number, sample.panel, sample.generation))
 
     def rows_of(self, batches: list[Batch]) -> list[int]:
         """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
-        numbers = [sample.row for batch in batches for sample in batch.samples]
+        numbers = [sample.row_number for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
-            numbers.append(self.samples[0].row)
+            numbers.append(self.samples[0].row_number)
         return list(dict.fromkeys(numbers))
 
     def in_order(self, batches: list[Batch], gather: Callable[[list], list]) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from ..rewards.image_statistics import image_metrics, measure_images
 from ..rewards.scoring import Scores
 from ..rollout.prompt_rows import PromptRows
 from .evaluator import Evaluation
-from .rounds import TrainingRound
+from .round_schedule import TrainingRound
 
 
 class AverageCallback(TrainerCallback):

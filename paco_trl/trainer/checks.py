@@ -36,7 +36,7 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards
     """Read the training prompts, and check that they fill a round and fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows = PromptRows(dataset, args, "the dataset")
-    args.fit_round(count := len(rows.calls))
+    args.fit_round(count := len(rows.image_prompts))
     if count < (plan := args.round_plan).num_prompts:
         raise ValueError(
             f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.describe()} Set "

@@ -99,7 +99,7 @@ class Evaluator:
                 scoring.add(finished)
                 measured += measure_images(finished)
                 for done in finished:
-                    artifacts.append((done.number, _grid_artifact(done.image, period, *rows.layouts[done.row])))
+                    artifacts.append((done.number, _grid_artifact(done.image, period, *rows.layouts[done.row_number])))
                     if done.group < MAX_PROMPTS and done.generation < MAX_IMAGES:
                         pictures.append((done.number, thumbnail(done.image)))
                     done.image = None
@@ -120,7 +120,7 @@ class Evaluator:
         crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
         groups: dict[Any, list[tuple[int, Sample]]] = defaultdict(list)
         for place, sample in enumerate(round.samples):
-            groups[sample.size if crosses else sample.call].append((place, sample))
+            groups[sample.size if crosses else sample.prompt_number].append((place, sample))
         size = args.per_device_eval_batch_size
         batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
         dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]

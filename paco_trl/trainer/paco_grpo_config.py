@@ -27,7 +27,7 @@ from .config_utils import (
     help_from_docstring,
     name_checkpointing,
 )
-from .rounds import RoundPlan, plan_round
+from .round_schedule import RoundPlan, plan_round
 
 
 logger = get_logger(__name__)

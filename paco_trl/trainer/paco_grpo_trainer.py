@@ -18,8 +18,8 @@ from .losses import (
     guarded_surrogate,
 )
 from .paco_grpo_config import PaCoGRPOConfig
+from .round_schedule import TrainingRound
 from .round_trainer import RoundTrainer
-from .rounds import TrainingRound
 
 
 class PaCoGRPOTrainer(RoundTrainer):

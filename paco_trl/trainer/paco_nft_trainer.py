@@ -31,8 +31,8 @@ from .losses import (
     velocity_error,
 )
 from .paco_nft_config import PaCoNFTConfig
+from .round_schedule import TrainingRound
 from .round_trainer import RoundTrainer
-from .rounds import TrainingRound
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"

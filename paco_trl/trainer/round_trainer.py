@@ -105,7 +105,7 @@ from .model_cards import (
 )
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ResumesExactly, RunCallback
-from .rounds import RoundSchedule, TrainingRound
+from .round_schedule import RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 
 
@@ -815,7 +815,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""
         args, family, prompts = self.args, self.family, self.train_rows
-        first = [prompts.calls[call].prompt for call in prompts.calls_of[0]]
+        first = [prompts.image_prompts[number].prompt for number in prompts.prompt_numbers[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name

@@ -1026,7 +1026,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/memory.py",
         "test_memory_plan.py::test_the_longest_prompt_is_that_of_an_image",
-        ("len(call.prompt)))", "len(rows.prompts[call.row])))"),
+        ("len(prompt.prompt))", "len(rows.prompts[prompt.row_number]))"),
     ),
     *_mutants(
         "commands/parser.py",
