@@ -4,10 +4,13 @@
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 
+from paco_trl.data import join_grid
 from paco_trl.plots import contact_sheet
 from paco_trl.plots.contact_sheet import ScoredImages, render_sheet, save_scored_sheet
+from paco_trl.rollout.rounds import Completion
 
 
 SOURCE, SECOND_SOURCE = (240, 10, 200), (10, 220, 240)
@@ -92,6 +95,14 @@ def test_small_images_stay_sharp_and_letters_of_any_language_are_drawn():
     for text in ("Лиса в снегу. " * 30, "\U0010fffd"):
         sheet = render_sheet([(text, [[(image, text[:9])]])])
         assert ink(sheet, 0, 0, sheet.width, sheet.height) > 20 and sheet.width < 220
+
+
+def test_the_separate_images_of_a_set_have_a_gap():
+    image = join_grid([Image.new("RGB", (64, 64), color) for color in (SOURCE, SECOND_SOURCE)], 1, 2)
+    done = [Completion(number, 0, number, 0, [None] * count, image) for number, count in enumerate((1, 2))]
+    shown = ScoredImages.collect(Accelerator(cpu=True), done, 2, [], torch.zeros(2, 0), {})
+    assert shown.pictures[0].size == (128, 64) and shown.pictures[1].size == (130, 64)
+    assert [shown.pictures[1].getpixel((x, 9)) for x in (63, 64, 65, 66)] == [SOURCE, *[(255,) * 3] * 2, SECOND_SOURCE]
 
 
 class TestSources:

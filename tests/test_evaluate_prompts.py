@@ -229,6 +229,8 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
     def of(name, *given):
         (results,) = evaluate(*words, *given, model=tiny_flux, folder=tmp_path / name).values()
         settings = {name: results["systems"][0]["settings"].get(name) for name in PANEL_OPTIONS}
+        page = (tmp_path / name / "moved" / "report.html").read_text()
+        assert ('width="134"' in page) == (name != "grid")  # four images of 32 pixels with gaps between them
         return results["sets"][0]["panels"], settings, (tmp_path / name / "base/images/0/0.png").read_bytes()
 
     layout, settings, shared = of("run")

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerState
 
 from ..data import split_grid
-from ..data.image_sets import PANEL_OPTIONS
+from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
 from ..hub.settings import ImageModelCard, load_settings
 from ..image_benchmarks import print_report, save_generation_report
@@ -271,6 +271,8 @@ def _results(
     ]
     known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
     several = len(systems[0]["files"]) > len(rows)
+    has_layout = "layout" in rows.dataset.column_names
+    is_separate = [layout == SEPARATE for layout in rows.dataset["layout"]] if has_layout else [False] * len(rows)
     sets = [
         {
             "key": (f"prompt {row + 1}" if known is None else str(known[row])) + f", image {image + 1}" * several,
@@ -278,6 +280,7 @@ def _results(
             "source": None if rows.sources is None else str(sources / f"{row}.png"),
             "pictures": [[str(system["files"][row, image])] for system in systems],
             "panels": list(rows.layouts[row]),
+            "is_separate": is_separate[row],
             "scores": [{name: values[name][row, image] for name in labels} for values in columns],
         }
         for row, image in systems[0]["files"]

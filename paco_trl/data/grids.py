@@ -40,6 +40,17 @@ def join_grid(panels: Sequence[Image.Image], rows: int, cols: int) -> Image.Imag
     return image
 
 
+def with_gaps(image: Image.Image, count: int) -> Image.Image:
+    """Put a white gap between `count` images that are side by side, to be looked at."""
+    if count == 1:
+        return image
+    gap = max(2, image.height // 32)
+    spaced = Image.new(image.mode, (image.width + (count - 1) * gap, image.height), "white")
+    for number, panel in enumerate(split_grid(image, 1, count)):
+        spaced.paste(panel, (number * (panel.width + gap), 0))
+    return spaced
+
+
 def pixels_sha256(image: Image.Image) -> str:
     """Digest what an image shows, whatever file it is in."""
     head = f"{image.width}x{image.height} {image.mode}\n".encode()

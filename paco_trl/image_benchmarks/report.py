@@ -19,6 +19,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.markdown import Markdown
 
+from ..data.grids import with_gaps
 from ..hub.cards import RESULTS
 from ..hub.settings import load_settings
 from ..utils.files import read_record, read_template, write_atomically
@@ -234,24 +235,25 @@ def _shown_set(results: dict[str, Any], set_: dict, labels: dict[str, str], load
     """Add to a set its images, and the names of its scores in the order of the table, then those of other metrics."""
     scored = {name for scores in set_["scores"] for name in scores}
     images = {"source": _shown_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
+    count = set_["panels"][1] if set_.get("is_separate") else 1  # side by side in one file
     for system, paths in zip(results["systems"], set_["pictures"], strict=True):
-        images[system["role"]] = _shown_images(paths, set_["panels"], load)
+        images[system["role"]] = _shown_images(paths, set_["panels"], load, count)
     metrics = [name for name in labels if name in scored] + sorted(scored - labels.keys())
-    return set_ | {"metrics": metrics, "images": images, "is_wide": any(s["aspect"] > 1.6 for s in images.values())}
+    return set_ | {"metrics": metrics, "images": images, "is_row": any(s["aspect"] > 2.5 for s in images.values())}
 
 
-def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable) -> dict[str, Any]:
+def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable, count: int = 1) -> dict[str, Any]:
     """Lay out the files of a set: one with all its panels, or one for each panel; a missing one is an empty frame."""
     rows, cols = shape if len(paths) > 1 else (1, 1)
-    panels = [(None, None) if path is None else load(path, rows, cols) for path in paths]
+    panels = [(None, None) if path is None else load(path, rows, cols, count) for path in paths]
     size = next((size for _, size in panels if size), (1, 1) if len(paths) > 1 else tuple(shape[::-1]))
     shown = [{"uri": uri, "size": own or size} for uri, own in panels]
     return {"cols": cols, "panels": shown, "aspect": size[0] * cols / (size[1] * rows)}
 
 
-def _load_image(path: str, rows: int, cols: int) -> tuple[str, tuple[int, int]]:
-    """Load an image that is one of `rows` x `cols` panels, scaled for the page."""
-    image = load_image_file(Path(path))
+def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple[int, int]]:
+    """Load an image that is one of `rows` x `cols` panels, or has `count` of them side by side, scaled for the page."""
+    image = with_gaps(load_image_file(Path(path)), count)
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
     image.thumbnail((max(1, round(image.width * scale)), max(1, round(image.height * scale))))

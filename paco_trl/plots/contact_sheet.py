@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from ..data.grids import with_gaps
 from ..rollout.rounds import Completion
 from ..utils.files import to_png, write_atomically
 from ..utils.images import to_rgb
@@ -39,9 +40,12 @@ def breadth(image: Image.Image) -> int:
     return max(1, image.width // image.height)
 
 
-def thumbnail(image: Image.Image) -> Image.Image:
-    """Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size."""
-    copy = image.copy()
+def thumbnail(image: Image.Image, count: int = 1) -> Image.Image:
+    """
+    Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size. The `count`
+    separate images of a set get a gap between them.
+    """
+    copy = with_gaps(image, count).copy()
     copy.thumbnail((THUMBNAIL * breadth(image), THUMBNAIL))
     return copy
 
@@ -133,7 +137,7 @@ class ScoredImages:
     ) -> "ScoredImages":
         """Gather thumbnails of the first prompts from all processes; `scores` are the other attributes, in order."""
         mine = [
-            (done.number, thumbnail(done.image))
+            (done.number, thumbnail(done.image, len(done.samples)))
             for done in completions
             if done.image is not None and done.group < MAX_PROMPTS and done.generation < MAX_IMAGES
         ]

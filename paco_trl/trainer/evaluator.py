@@ -101,7 +101,7 @@ class Evaluator:
                 for done in finished:
                     artifacts.append((done.number, _grid_artifact(done.image, period, *rows.layouts[done.row_number])))
                     if done.group < MAX_PROMPTS and done.generation < MAX_IMAGES:
-                        pictures.append((done.number, thumbnail(done.image)))
+                        pictures.append((done.number, thumbnail(done.image, len(done.samples))))
                     done.image = None
         scores = scoring.scores
         check_scored(self.rewards, scores.rewards, args.max_excluded_images)
