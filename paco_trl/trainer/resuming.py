@@ -128,9 +128,9 @@ class ResumesExactly(PushesToHub):
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
         # A resumed run continues with its checkpoint's seconds
         self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
-        if self._resumed_from is not None and self.accelerator.is_main_process:
+        if self.resumed_from is not None and self.accelerator.is_main_process:
             step, last = self.state.global_step + 1, self.state.max_steps
-            tqdm.write(f"Resuming from {self._resumed_from.name} at step {min(step, last)} of {last}.")
+            tqdm.write(f"Resuming from {self.resumed_from.name} at step {min(step, last)} of {last}.")
         if self.args.enable_jit_checkpoint:
             defer_stop()  # until here a signal ends the run at once: it has nothing to save
         if self.resumed_from is not None and self._is_evaluation_due():
