@@ -279,13 +279,19 @@ def test_metrics_of_a_served_judge(server, served_judge):
     }
 
 
-def test_a_question_in_own_words_is_asked_of_each_pair():
+def test_a_question_in_own_words_is_asked_of_each_pair(caplog):
     """As a judge was trained on it; it needs no column."""
     question = "Do the two images come from the same photograph?"
     reward = ConsistencyReward(judge := FormulaJudge(), question=question)
     expected = [np.mean([score_of(*pair, question) for pair in combinations(panels, 2)]) for panels in SETS]
     assert call(reward, other="column") == pytest.approx(expected)
     assert {asked for _, asked in judge.asked} == {question} and reward.needed_columns == ()
+    caplog.clear()
+    judge.question = question  # that of its training
+    assert ConsistencyReward(judge).question == question and not caplog.records
+    for make in (lambda: ConsistencyReward(judge, question="theme"), lambda: EditReward(judge)):
+        make()
+        assert question in caplog.records.pop().message
     for wrong in ("themes", "", " "):
         with pytest.raises(ValueError, match="`question` is .*own words"):
             ConsistencyReward(judge, question=wrong)

@@ -2,6 +2,7 @@
 """The served judge against a server that does everything a server can do wrong: a right score or None, never a number."""
 
 import asyncio
+import json
 import logging
 import math
 import multiprocessing
@@ -479,6 +480,7 @@ def test_images_have_multiples_of_the_served_models_patches(
     processor = AutoProcessor.from_pretrained(tiny_qwen)
     processor.image_processor.patch_size = 16
     processor.save_pretrained(tmp_path)
+    (tmp_path / "paco_trl.json").write_text(json.dumps({"settings": {"question": "Do they match?"}}))
     folders = {"{qwen3}": str(tmp_path), "{qwen2.5}": str(tiny_qwen)}
     images = noise(0, (512, 512)), noise(1, (90, 70))
     with JudgeServer(log_odds, models=["judge", "judge-base"]) as server:
@@ -494,6 +496,7 @@ def test_images_have_multiples_of_the_served_models_patches(
                 assert np.array_equal(np.asarray(sent), np.asarray(load_image(image, patch_size, "")))
         is_known = any(root in folders for root in roots.values())
         assert judge.find_patch_size() == patch_size and ("patch size" in caplog.text) != is_known
+        assert judge.question == ("Do they match?" if patch_size == 16 else None)  # which it was trained on
 
 
 def test_a_client_of_another_process_is_refused(make_judge, monkeypatch):

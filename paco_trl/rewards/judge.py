@@ -251,6 +251,7 @@ class ServedJudge:
         self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
         self.problem: str | None = None  # why the last question without a score has none
+        self.question: str | None = None  # of all pairs that it was trained on, if the server names its model
 
     def check(self, scale: int | None = None) -> None:
         """Check by a question, for a rating if there is a `scale`, or raise a `JudgeUnavailableError` within 30 s."""
@@ -347,6 +348,7 @@ class ServedJudge:
         roots = [root for root in named if "/" in root]  # a Hub id, or a path
         for root in roots:
             with suppress(OSError, ValueError, ImportError):
+                self.question = self.question or await asyncio.to_thread(_read_question, root)
                 return await asyncio.to_thread(_read_patch_size, root)
         model = " and ".join(map(repr, roots)) or "its model, which the server does not name,"
         logger.warning(
@@ -439,6 +441,12 @@ class ServedJudge:
             key: data_url(load_image(source, self.patch_size or 14, where), "png", compress_level=1)
             for key, (source, where) in sources.items()
         }
+
+
+def _read_question(model: str) -> str | None:
+    from .paco_reward import question_of  # takes seconds
+
+    return question_of(model)
 
 
 def _read_patch_size(model: str) -> int:

@@ -51,6 +51,7 @@ class JudgedReward:
 
     __name__: str
     scale: int | None = None  # of ratings; without one the judge answers Yes or No
+    asked = ""  # what the judge is asked about, if always the same
     needed_columns: tuple[str, ...] = ()
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
@@ -69,6 +70,8 @@ class JudgedReward:
         self.is_async = hasattr(self.judge, "answer")  # it is then queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # for cards
         self._options = {} if self.scale is None else {"scale": self.scale}
+        if self.asked:
+            self._warn_of(self.asked)
 
     def __call__(
         self,
@@ -96,6 +99,13 @@ class JudgedReward:
     def problem(self) -> str | None:
         """Why the last question without an answer has none, for messages."""
         return getattr(self.judge, "problem", None)
+
+    def _warn_of(self, asked: str) -> None:
+        """Warn of a judge that was trained on one question alone, and is asked another."""
+        if (trained := getattr(self.judge, "question", None)) not in (None, asked):
+            logger.warning(
+                f"The reward '{self.__name__}' asks the judge {asked!r}, but it was trained on {trained!r}."
+            )
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         raise NotImplementedError
@@ -166,8 +176,8 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
         question (`str`, *optional*):
-            What the judge is asked. If `None`, the question in whose words alone a judge in the process was trained, as its
-            `paco_trl.json` says, else `"theme"`.
+            What the judge is asked. If `None`, the question in whose words alone the judge was trained, as its
+            `paco_trl.json` says, also that of a server which names its model, else `"theme"`.
 
             - `"theme"`: one question per pair, with the column `theme`; the published reward's default, which uses the
               text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.
@@ -216,13 +226,11 @@ class ConsistencyReward(JudgedReward):
                 f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
             )
         super().__init__(model, base_url, **kwargs)
-        trained = getattr(self.judge, "question", None)
-        self.question = question or trained or "theme"
+        self.question = question or getattr(self.judge, "question", None) or "theme"
+        self._warn_of(self.question)
         self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
         # The trainer checks them before it loads a model
         self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()
-        if trained not in (None, self.question):
-            logger.warning(f"The judge is asked {self.question!r}, but was trained on {trained!r}. Unset `question`.")
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
         panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
@@ -270,6 +278,7 @@ class EditReward(JudgedReward):
             See [`ConsistencyReward`].
     """
 
+    asked = "about edits"
     __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`
     needed_columns = ("image",)  # the trainer checks them before it loads a model
 
@@ -308,6 +317,7 @@ class ReferenceReward(JudgedReward):
             See [`ConsistencyReward`].
     """
 
+    asked = "about references"
     __name__ = "reference"  # names TRL's metrics, `rewards/reference/mean`
     needed_columns = ("references",)  # the trainer checks them before it loads a model
 

@@ -79,8 +79,8 @@ REWARDS = [
     *_mutants(
         "rewards/judge_rewards.py",
         "test_model_cards.py::TestUse::test_both_codes_of_a_judge_give_the_same_score",
-        ("self.question = question or trained or", "self.question = question or"),
-        ("if trained not in (None, self.question):", "if trained != self.question:"),
+        ('question or getattr(self.judge, "question", None) or', "question or"),
+        ("not in (None, asked):", "!= asked:"),
     ),
     *_mutants(
         "data/pairs.py",
