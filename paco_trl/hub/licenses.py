@@ -50,7 +50,9 @@ def read_license(model: str, token: str | bool | None = None) -> License:
     return License(identifier, data.get("license_name"), link)
 
 
-@functools.lru_cache(maxsize=16)
+_read_license_once = functools.lru_cache(maxsize=16)(read_license)  # an outage is an error, and not remembered
+
+
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
     """Return the license of a base model: from a table, its directory or, with `online`, the Hub; `None` if unknown."""
     if (name := public_name(base)) in _KNOWN:
@@ -58,6 +60,6 @@ def base_license(base: str, online: bool = False, token: str | None = None) -> L
     if not online and not is_local(base):
         return None
     try:
-        return read_license(base, token)
+        return _read_license_once(base, token)
     except ValueError:  # missing, not reachable, or without a license
         return None
