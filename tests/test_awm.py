@@ -111,6 +111,17 @@ class TestLoss:
         torch.testing.assert_close(gradients(trainer, loss.sum() / 8), own, rtol=1e-3, atol=1e-7)
         assert max(value.abs().max().item() for value in own.values()) > 5e-5
 
+    def test_a_later_round_with_other_numbers_stops_the_run(self, make_nft):
+        trainer = make_nft(loss_type="awm", max_steps=4)
+        trainer.model.get_base_model().proj_out.register_forward_hook(
+            lambda module, args, output: (
+                output * 1.2 if torch.is_grad_enabled() and trainer.state.global_step >= 2 else output
+            )
+        )
+        with pytest.raises(RuntimeError, match=r"update of a round .* differ by 20\.0%"):
+            trainer.train()
+        assert trainer.state.global_step == 2
+
     def test_the_ratio_is_1_before_the_first_update_and_clipped_after(self, make_nft):
         clipped = {}
         for epsilon in (1.0, 1e-6):

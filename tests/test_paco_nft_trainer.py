@@ -154,12 +154,12 @@ class TestLoss:
         statistics, velocity = VelocityStatistics(Accelerator(cpu=True), make_config(PaCoNFTConfig)), torch.ones(4, 3)
         for weights in (torch.tensor([0.5, 0.25, 0.25, 0.0]), torch.zeros(4)):
             statistics.add_velocity(2 * velocity, velocity, {"kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}, weights)
-        assert statistics.finish(1) == {"velocity_deviation": 1.0, "kl": 2.0}
+        assert statistics.finish(1, False) == {"velocity_deviation": 1.0, "kl": 2.0}
         statistics.add_velocity(
             velocity * torch.tensor([[1.0], [torch.nan], [1.0], [1.0]]), velocity, {}, torch.ones(4)
         )
         with pytest.raises(RuntimeError, match="not finite at optimizer step 5"):
-            statistics.finish(5)
+            statistics.finish(5, False)
 
 
 class TestOldPolicy:

@@ -63,17 +63,17 @@ class VelocityStatistics(StepStatistics):
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self.add({"size": size, "valid": weights > 0, "velocity_deviation": deviation, **means})
 
-    def finish(self, step: int) -> dict[str, float]:
+    def finish(self, step: int, is_on_policy: bool) -> dict[str, float]:
         """Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks."""
         columns = self.gather()
         if not torch.isfinite(torch.stack([*columns.values()])).all():
             raise RuntimeError(f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`.")
         size, is_valid, deviation = columns.pop("size"), columns.pop("valid"), columns["velocity_deviation"]
-        if step == 0 and deviation.sum() > _TOLERANCE**2 * size.sum():
+        if is_on_policy and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
             raise RuntimeError(
-                f"Before the first update trained and old velocity differ by {fraction:.1%}. Look for dropout, for layers "
-                "that behave differently with gradients, for a compiled forward."
+                f"Before the first update of a round trained and old velocity differ by {fraction:.1%}. Look for dropout, for "
+                "layers that behave differently with gradients, for a compiled forward."
             )
         return masked_means(columns, is_valid)
 
@@ -218,7 +218,10 @@ class PaCoNFTTrainer(RoundTrainer):
             values["kl"] = kl
         self.statistics.add_velocity(velocity, record.old_velocity.float(), values, weights)
         if self.accelerator.sync_gradients:
-            self._step_metrics = self.statistics.finish(self.state.global_step)
+            step = self.state.global_step
+            # In DiffusionNFT the old policy generates, which is the trained one in the first round alone
+            is_on_policy = step == self.round.global_step and (args.loss_type == "awm" or step == 0)
+            self._step_metrics = self.statistics.finish(step, is_on_policy)
             if args.keeps_old_policy:
                 self._step_metrics["old_policy_decay"] = self.old_policy.decay
         return (loss * weights).sum() * self.accelerator.num_processes
