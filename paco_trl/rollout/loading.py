@@ -103,8 +103,10 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
     if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
-        conflict = "the pipeline is loaded, or `model_init_kwargs` has a `quantization_config`. Use one of them."
-        raise ValueError(f"`quantization` is {quantization!r}, but {conflict}")
+        raise ValueError(
+            f"`quantization` is {quantization!r}, but the pipeline is loaded, or `model_init_kwargs` has a "
+            "`quantization_config`. Use one of them."
+        )
     if isinstance(model, str):
         components = check_config(model, model_init_kwargs, family)
         if quantization not in (None, "fp8_storage"):
@@ -134,14 +136,18 @@ def load_pipeline(
     if transformer is None:
         raise ValueError(f"{type(pipeline).__name__} has no `transformer`. Pass a flow-matching pipeline with one.")
     if isinstance(transformer, PeftModel) or getattr(transformer, "peft_config", None):
-        cure = "Pass it as `peft_config`, or merge it: `pipeline.fuse_lora()`, `pipeline.unload_lora_weights()`, and"
-        cure = f"{cure} `pipeline.save_pretrained(directory)`, whose directory is the model."
-        raise ValueError(f"The pipeline's transformer already has an adapter. {cure}")
+        raise ValueError(
+            "The pipeline's transformer already has an adapter. Pass it as `peft_config`, or merge it: "
+            "`pipeline.fuse_lora()`, `pipeline.unload_lora_weights()`, and `pipeline.save_pretrained(directory)`, "
+            "whose directory is the model."
+        )
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module):
             if any(hasattr(parameter, "ds_id") for parameter in component.parameters()):
-                problem = f"`{name}` of the pipeline was loaded after the arguments, so ZeRO-3 has partitioned it"
-                raise ValueError(f"{problem}. Pass the pipeline's Hub id or directory, or load it before.")
+                raise ValueError(
+                    f"`{name}` of the pipeline was loaded after the arguments, so ZeRO-3 has partitioned it. Pass the "
+                    "pipeline's Hub id or directory, or load it before."
+                )
             component.requires_grad_(False)
             component.eval()
             component_dtype = transformer_dtype if name == "transformer" and transformer_dtype is not None else dtype
@@ -173,9 +179,11 @@ def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ())
                     rows = max(1, 1024 // max(1, weight[0].numel()))
                     # As far as it was rounded from, or by way of, a smaller dtype
                     if not torch.allclose(weight[:rows].float().cpu(), stored[:rows].float(), 2**-6, 1e-6):
-                        problem = f"`{component}` of the pipeline has other weights than '{name}' (`{key}`)"
-                        cure = "Save it, `pipeline.save_pretrained(directory)`, and pass the directory as `model`."
-                        raise ValueError(f"{problem}, which the trained model would name as its base. {cure}")
+                        raise ValueError(
+                            f"`{component}` of the pipeline has other weights than '{name}' (`{key}`), which the "
+                            "trained model would name as its base. Save it, `pipeline.save_pretrained(directory)`, "
+                            "and pass the directory as `model`."
+                        )
 
 
 def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
@@ -224,8 +232,10 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
             ) from error
         if not isinstance(reason, GatedRepoError):
             raise
-        remedy = "Accept its terms on its page, and log in with the same account: `hf auth login`."
-        raise PermissionError(f"The model {model} is gated. {remedy}") from error
+        raise PermissionError(
+            f"The model {model} is gated. Accept its terms on its page, and log in with the same account: `hf auth "
+            "login`."
+        ) from error
 
 
 def check_config(model: str, model_init_kwargs: dict, family: Family | None = None) -> dict:
@@ -308,8 +318,10 @@ def _read_adapter(
     if folder is None:
         return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
     if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        missing = "adapter_config.json beside adapter_model.safetensors, with the scale of its weights"
-        raise ValueError(f"The adapter '{adapter}' has no {missing}. Name the directory that has both files.")
+        raise ValueError(
+            f"The adapter '{adapter}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
+            "its weights. Name the directory that has both files."
+        )
     with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
         config = PeftConfig.from_pretrained(folder)
         config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
@@ -352,8 +364,10 @@ def check_peft_config(
     if peft_config.task_type is not None:
         raise TypeError(f"`task_type` is {peft_config.task_type!r}, which is for language models. Leave it out.")
     if peft_config.lora_dropout:
-        problem = "with which the replay scores an image with another network than the one that generated it"
-        raise ValueError(f"`lora_dropout` is {peft_config.lora_dropout}, {problem}. Set it to 0.")
+        raise ValueError(
+            f"`lora_dropout` is {peft_config.lora_dropout}, with which the replay scores an image with another "
+            "network than the one that generated it. Set it to 0."
+        )
     check_lora_start(peft_config)
     of, cure = "", "Use the default, {!r}."
     if isinstance(adapter, str):
@@ -361,8 +375,10 @@ def check_peft_config(
     for name, default in vars(_DEFAULTS).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
-            reason = "only plain LoRA is trained here: most programs ignore the rest in diffusers' format"
-            raise ValueError(f"`{name}`{of} is {value!r}, but {reason}. {cure.format(default)}")
+            raise ValueError(
+                f"`{name}`{of} is {value!r}, but only plain LoRA is trained here: most programs ignore the rest in "
+                f"diffusers' format. {cure.format(default)}"
+            )
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         check_adapter_base(adapter, peft_config.base_model_name_or_path, base)
@@ -374,8 +390,9 @@ def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> N
     """Refuse a backend that diffusers does not have, that lacks a package, or that cannot be trained with `queries`."""
     names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
-        known = f"one of diffusers' with a backward pass: {', '.join(names)}"
-        raise ValueError(f"`attention_backend` is {name!r}; it must be {known}.")
+        raise ValueError(
+            f"`attention_backend` is {name!r}; it must be one of diffusers' with a backward pass: {', '.join(names)}."
+        )
     try:
         with attention_dispatch.attention_backend(name):
             if queries is not None:  # (B, L, heads, D), on the device and in the dtype of training
@@ -441,8 +458,10 @@ def prepare_transformer(
     transformer = pipeline.transformer
     for name, module in transformer.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            problem = "with which the replay scores an image with another network than the one that generated it"
-            raise ValueError(f"`{name}` is a dropout layer with p = {module.p}, {problem}. Set its `p` to 0.")
+            raise ValueError(
+                f"`{name}` is a dropout layer with p = {module.p}, with which the replay scores an image with another "
+                "network than the one that generated it. Set its `p` to 0."
+            )
     if any(module._compiled_call_impl is not None for module in transformer.modules()):
         from torch._inductor import config as inductor
 
@@ -570,8 +589,10 @@ def load_transformer_adapter(
             ", ".join(sorted(saved ^ expected)[:3]),
             f"{len(saved - expected)} of its {len(saved)} weights",
         )
-        problem = f"{no_place} have no place, and {len(expected - saved)} places have no weight ({some}, ...)"
-        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {problem}.")
+        raise ValueError(
+            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {no_place} have no place, and "
+            f"{len(expected - saved)} places have no weight ({some}, ...)."
+        )
     return model
 
 
@@ -586,11 +607,9 @@ def check_lora_start(peft_config: LoraConfig) -> None:
     if peft_config.lora_alpha == 0:
         raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
     if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        problem = (
-            "for which PEFT changes the base weights or asks for data: the adapter would not fit the model itself"
-        )
         raise ValueError(
-            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, {problem}. Use True or 'gaussian'."
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, for which PEFT changes the base weights or "
+            "asks for data: the adapter would not fit the model itself. Use True or 'gaussian'."
         )
 
 
@@ -604,5 +623,7 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
         ends = {".".join(path[-target.count(".") - 1 :]) for path in paths}
         if target not in ends:
             hint = [f" Did you mean {' or '.join(found)}?" for found in [get_close_matches(target, ends)] if found]
-            problem = f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named"
-            raise ValueError(f"{problem}.{''.join(hint)} A pattern, or 'all-linear', is a string and not in a list.")
+            raise ValueError(
+                f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named.{''.join(hint)} "
+                "A pattern, or 'all-linear', is a string and not in a list."
+            )

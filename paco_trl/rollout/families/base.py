@@ -102,11 +102,15 @@ class Family(ABC):
         """
         name = type(pipeline).__name__
         if negative_prompt is not None:
-            reason = f"the guidance of {name} is distilled into the model: it would be ignored. Leave it out."
-            raise ValueError(f"`negative_prompt` is {negative_prompt!r}, but {reason}")
+            raise ValueError(
+                f"`negative_prompt` is {negative_prompt!r}, but the guidance of {name} is distilled into the model: "
+                "it would be ignored. Leave it out."
+            )
         if guidance_scale > 1 and not pipeline.transformer.config.get("guidance_embeds", True):
-            reason = f"the transformer of this {name} takes none: it would be ignored. Set 1.0."
-            raise ValueError(f"`guidance_scale` is {guidance_scale}, but {reason}")
+            raise ValueError(
+                f"`guidance_scale` is {guidance_scale}, but the transformer of this {name} takes none: it would be "
+                "ignored. Set 1.0."
+            )
         return None
 
     # ---- What is trained ----
@@ -186,8 +190,10 @@ class Family(ABC):
             ValueError: the family class does not know this number of calls.
         """
         if not 1 <= len(outputs) <= self.max_calls:
-            known = f"{type(self).__name__} knows {self.max_calls} (`max_calls`)."
-            raise ValueError(f"The pipeline called its transformer {len(outputs)} times in a step, but {known}")
+            raise ValueError(
+                f"The pipeline called its transformer {len(outputs)} times in a step, but {type(self).__name__} knows "
+                f"{self.max_calls} (`max_calls`)."
+            )
         conditional, unconditional = self.branches(outputs, sample)
         if unconditional is None:
             return conditional
@@ -236,14 +242,16 @@ def true_guidance_prompt(
     name = type(pipeline).__name__
     if guidance_scale <= off_at:
         if negative_prompt is not None:
-            reason = f"{name} has no guidance at `guidance_scale` = {guidance_scale}: it would be ignored"
             raise ValueError(
-                f"`negative_prompt` is {negative_prompt!r}, but {reason}. Leave it out, or raise the scale."
+                f"`negative_prompt` is {negative_prompt!r}, but {name} has no guidance at `guidance_scale` = "
+                f"{guidance_scale}: it would be ignored. Leave it out, or raise the scale."
             )
         return None
     if negative_prompt is None and default is None:
-        cure = f'Set `negative_prompt=" "` (as in the model\'s own examples), or `guidance_scale={off_at:g}`.'
-        raise ValueError(f"`guidance_scale` is {guidance_scale}: {name} has none without a negative prompt. {cure}")
+        raise ValueError(
+            f"`guidance_scale` is {guidance_scale}: {name} has none without a negative prompt. "
+            f'Set `negative_prompt=" "` (as in the model\'s own examples), or `guidance_scale={off_at:g}`.'
+        )
     return negative_prompt if negative_prompt is not None else default
 
 

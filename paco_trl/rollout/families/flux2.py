@@ -47,8 +47,10 @@ class Flux2Family(Family):
 
     def check_image_size(self, width, height):
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
-            rule = f"FLUX.2 takes none with a side under {MIN_SIDE} pixels or an aspect ratio above {MAX_RATIO}"
-            raise ValueError(f"its source image has {width} x {height}, but {rule}. Replace it, or leave the row out.")
+            raise ValueError(
+                f"its source image has {width} x {height}, but FLUX.2 takes none with a side under {MIN_SIDE} pixels "
+                f"or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
+            )
 
     def prepare_image(self, pipeline, image, scale):
         processor, step = pipeline.image_processor, self.size_multiple(pipeline)
@@ -76,6 +78,8 @@ class Flux2KleinFamily(Flux2Family):
         if not pipeline.config.is_distilled:
             return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
         if guidance_scale > 1 or negative_prompt is not None:
-            given = f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}"
-            raise ValueError(f"{given}, but this model, distilled to a few steps, ignores both. Set 1.0 and None.")
+            raise ValueError(
+                f"`guidance_scale` is {guidance_scale} and `negative_prompt` {negative_prompt!r}, but this model, "
+                "distilled to a few steps, ignores both. Set 1.0 and None."
+            )
         return None

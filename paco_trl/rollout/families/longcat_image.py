@@ -59,15 +59,18 @@ class LongCatImageEditFamily(LongCatImageFamily):
 
     def call_arguments(self, height, width, guidance_scale, images):
         if (width, height) != images[0].size:
-            own = f"the size at which it reads the source, {images[0].width} x {images[0].height}"
-            problem = f"{width} x {height} pixels were requested, but LongCat-Image-Edit generates {own}"
-            raise ValueError(f"{problem}. Leave out size and layout of the row.")
+            raise ValueError(
+                f"{width} x {height} pixels were requested, but LongCat-Image-Edit generates the size at which it "
+                f"reads the source, {images[0].width} x {images[0].height}. Leave out size and layout of the row."
+            )
         return {"guidance_scale": guidance_scale, "image": images[0]}
 
     def edited_size(self, pipeline, sizes, area):
         if area != IMAGE_AREA:
-            problem = f"`height` x `width` is {area} pixels, but {type(pipeline).__name__} always generates about 1024 x 1024"
-            raise ValueError(f"{problem}. Set both to 1024, and `resolution_scale` for the size in training.")
+            raise ValueError(
+                f"`height` x `width` is {area} pixels, but {type(pipeline).__name__} always generates about 1024 x "
+                "1024. Set both to 1024, and `resolution_scale` for the size in training."
+            )
         return dimensions(pipeline, area, sizes[0][0] / sizes[0][1])[::-1]
 
     def prepare_image(self, pipeline, image, scale):

@@ -60,8 +60,10 @@ class UnlistedFamily(Family):
             if name in _REFUSED_ARGUMENTS or is_needed and name not in _REQUIRED_ARGUMENTS:
                 problems.append(f"its call takes `{name}`")
         if problems:
-            what = "only pipelines that generate images of a given size from text can be trained without one"
-            raise ValueError(f"{missing}, and {what}: {', '.join(problems)}. Write one: {GUIDE}.")
+            raise ValueError(
+                f"{missing}, and only pipelines that generate images of a given size from text can be trained without "
+                f"one: {', '.join(problems)}. Write one: {GUIDE}."
+            )
         if isinstance(pipeline, str):
             return
         self.advice = f"{missing}. Write one whose `branches` gives the velocity: {GUIDE}."
@@ -78,9 +80,10 @@ class UnlistedFamily(Family):
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         if negative_prompt is not None or (guidance_scale > 1 and not self.takes_guidance):
-            given = f"`negative_prompt` is {negative_prompt!r} and `guidance_scale` {guidance_scale}"
-            reason = f"there is no family class for {self.name} that defines their effect"
-            raise ValueError(f"{given}, but {reason}. Set None and 1.0, or write one: {GUIDE}.")
+            raise ValueError(
+                f"`negative_prompt` is {negative_prompt!r} and `guidance_scale` {guidance_scale}, but there is no "
+                f"family class for {self.name} that defines their effect. Set None and 1.0, or write one: {GUIDE}."
+            )
         self._guidance_scale = guidance_scale
         return None
 
