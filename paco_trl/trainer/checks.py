@@ -49,8 +49,10 @@ def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards
 def check_has_evaluation(args: Any, has_dataset: bool) -> None:
     """Check that there is a dataset for the evaluations that are asked for."""
     if not has_dataset and (args.eval_strategy != "no" or args.eval_on_start):
-        problem = f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}"
-        raise ValueError(f"{problem}, but there is no `eval_dataset`. Pass one, or switch them off.")
+        raise ValueError(
+            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there is "
+            "no `eval_dataset`. Pass one, or switch them off."
+        )
 
 
 def check_eval_datasets(
@@ -75,8 +77,10 @@ def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
     """Check that some dataset has the separate images that settings are for."""
     for name in PANEL_OPTIONS:
         if (value := getattr(args, name)) != getattr(PaCoGRPOConfig, name) and not any(r.has_separate for r in rows):
-            problem = f"`{name}` is {value!r}, but no dataset has a set of separate images"
-            raise ValueError(f"{problem}. Unset it, or set `set_layout='separate'`.")
+            raise ValueError(
+                f"`{name}` is {value!r}, but no dataset has a set of separate images. Unset it, or set "
+                "`set_layout='separate'`."
+            )
 
 
 def check_prompts(
@@ -86,8 +90,10 @@ def check_prompts(
     for rows in (train_rows, *eval_rows):
         rows.measure(pipeline, family)
     if args.detach_unconditional and None in train_rows.negative_prompts:
-        problem = f"{type(pipeline).__name__} has none at `guidance_scale` = {args.guidance_scale}"
-        raise ValueError(f"`detach_unconditional` is for true guidance, but {problem}. Unset it.")
+        raise ValueError(
+            f"`detach_unconditional` is for true guidance, but {type(pipeline).__name__} has none at `guidance_scale` "
+            f"= {args.guidance_scale}. Unset it."
+        )
     _check_micro_batches(args, pipeline, family, train_rows)
     _warn_of_tiles(pipeline.vae, train_rows, args.vae_tiling)
 
@@ -99,11 +105,15 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
     batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for option, size in batches.items():
         if most is not None and size > most:
-            limit = f"{type(family).__name__} generates at most {most} with {type(pipeline).__name__}"
-            raise ValueError(f"`{option}` is {size}, but {limit}. Set it to {most}.")
+            raise ValueError(
+                f"`{option}` is {size}, but {type(family).__name__} generates at most {most} with "
+                f"{type(pipeline).__name__}. Set it to {most}."
+            )
         if size > 1 and rows.is_anchored and not family.batches_sources:
-            problem = f"images of a batch share their source images with {type(pipeline).__name__}"
-            raise ValueError(f"`{option}` is {size} and `panel_generation` 'anchored', but {problem}. Set it to 1.")
+            raise ValueError(
+                f"`{option}` is {size} and `panel_generation` 'anchored', but images of a batch share their source "
+                f"images with {type(pipeline).__name__}. Set it to 1."
+            )
     if args.num_generations % plan.rollout_batch_size == 0:
         return
     if len(sizes) > 1:
@@ -114,8 +124,10 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
         reason = f"{type(pipeline).__name__} encodes prompts to different lengths"
     else:
         return
-    rule = f"`{plan.rollout_batch_option}` ({plan.rollout_batch_size}) must divide `num_generations`"
-    raise ValueError(f"{reason}, so a batch must not cross prompts: {rule} ({args.num_generations}).")
+    raise ValueError(
+        f"{reason}, so a batch must not cross prompts: `{plan.rollout_batch_option}` ({plan.rollout_batch_size}) must "
+        f"divide `num_generations` ({args.num_generations})."
+    )
 
 
 def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
@@ -176,11 +188,10 @@ def check_pairs(
         text = apply_template(prompt, completion, processor)["completion"] if row == 0 else text
         token = tokenizer.encode(text, add_special_tokens=False)[0]
         if token not in decision_ids:
-            cause = (
-                "it is merged with what follows (put a period after it), or the chat template writes in front of it"
+            raise ValueError(
+                f"The completion of {where} begins with the token {tokenizer.decode([token])!r}, not with Yes or No: "
+                "it is merged with what follows (put a period after it), or the chat template writes in front of it."
             )
-            begin = f"begins with the token {tokenizer.decode([token])!r}, not with Yes or No"
-            raise ValueError(f"The completion of {where} {begin}: {cause}.")
         if max_length is not None:
             # A token has at least one byte. Where two of the largest images fit, no header is read
             length = sum(len((content_text(turn["content"]) or "").encode()) for turn in prompt)
@@ -197,15 +208,18 @@ def check_pairs(
 
 def _check_labels(count: int, labels: set[str], label_only: list[int], args: PaCoRewardConfig) -> None:
     if len(labels) == 1:
-        problem = "a judge learns to give this answer about any images. Add pairs with the other label."
-        logger.warning(f"All {count} pairs of `train_dataset` are labeled {labels.pop()}: {problem}")
+        logger.warning(
+            f"All {count} pairs of `train_dataset` are labeled {labels.pop()}: a judge learns to give this answer "
+            "about any images. Add pairs with the other label."
+        )
     if label_only and args.first_token_weight not in (None, 1):
         summary = f"{len(label_only)} of {count} completions have no reasoning, the first in row {label_only[0]}"
         if args.loss_variant != "paper":
             # The terminators that the chat template adds would get nearly all of the weight
-            problem = f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss"
-            cure = "Use 'paper', `first_token_weight=1`, or leave such rows out (`paco_trl.data.is_label_only`)"
-            raise ValueError(f"{problem}. {cure}.")
+            raise ValueError(
+                f"{summary}, for which `loss_variant={args.loss_variant!r}` has no sensible loss. Use 'paper', "
+                "`first_token_weight=1`, or leave such rows out (`paco_trl.data.is_label_only`)."
+            )
         logger.warning(f"{summary}: their loss is -log p(y_0), that of n = 1.")
 
 

@@ -113,8 +113,10 @@ class PairSampler(LengthGroupedSampler):
 
 def too_long(where: str, count: int | str, max_length: int | None) -> ValueError:
     """Return the error for a pair whose decision is truncated."""
-    problem = f"tokens of images and question before its decision, which `max_length` = {max_length} truncates"
-    return ValueError(f"{where} has {count} {problem}. Raise it (None never truncates), or lower `max_pixels`.")
+    return ValueError(
+        f"{where} has {count} tokens of images and question before its decision, which `max_length` = {max_length} "
+        "truncates. Raise it (None never truncates), or lower `max_pixels`."
+    )
 
 
 def apply_template(prompt: list[dict], completion: list[dict], processor: ProcessorMixin) -> dict[str, str]:

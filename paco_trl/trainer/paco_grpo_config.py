@@ -346,8 +346,10 @@ class PaCoGRPOConfig(GRPOConfig):
         check_optimizer(self)
         self._check_launcher()
         if self.world_size != num_processes:
-            problem = f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}"
-            raise ValueError(f"{problem}. Start it with `accelerate launch` or `torchrun`.")
+            raise ValueError(
+                f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}. Start it with "
+                "`accelerate launch` or `torchrun`."
+            )
         self.generation_batch_size = plan.num_images
         self.num_prompts_per_generation = plan.num_prompts
         self.optimizer_steps_per_generation = plan.num_optimizer_steps
@@ -356,8 +358,10 @@ class PaCoGRPOConfig(GRPOConfig):
         self._is_default_round = num_prompts is None and requested[2:] == (None,) * 3
         expected = 42 if self._is_default_round else num_prompts
         if expected is not None and requested[2:4] == (None, None) and plan.num_prompts != expected:
-            numbers = f"from {expected} to {plan.num_prompts}, which divides"
-            logger.warning(f"`num_prompts_per_generation` is rounded up {numbers}: {plan.describe()}")
+            logger.warning(
+                f"`num_prompts_per_generation` is rounded up from {expected} to {plan.num_prompts}, which divides: "
+                f"{plan.describe()}"
+            )
         if requested[1] is None and plan.num_optimizer_steps > 2:
             logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.describe()}")
 
@@ -416,15 +420,21 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:
-            cure = "Start one for each with `accelerate launch`, or set `CUDA_VISIBLE_DEVICES`"
-            raise ValueError(f"{self.n_gpu} GPUs are visible to a single process. {cure}.")
+            raise ValueError(
+                f"{self.n_gpu} GPUs are visible to a single process. Start one for each with `accelerate launch`, or "
+                "set `CUDA_VISIBLE_DEVICES`."
+            )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
-            launcher = f"the launcher's configuration says `mixed_precision: {self.mixed_precision}`"
-            raise ValueError(f"`bf16` is {self.bf16}, but {launcher}. Set both alike.")
+            raise ValueError(
+                f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
+                f"{self.mixed_precision}`. Set both alike."
+            )
         # Parsed from a JSON string by TrainingArguments
         if (kwargs := self.activation_checkpointing_kwargs) not in (None, {}, {"use_reentrant": False}):
-            problem = "diffusers' checkpointing takes no options, and a reentrant one has no gradients here"
-            raise ValueError(f"`activation_checkpointing_kwargs` is {kwargs}, but {problem}. Unset it.")
+            raise ValueError(
+                f"`activation_checkpointing_kwargs` is {kwargs}, but diffusers' checkpointing takes no options, and a "
+                "reentrant one has no gradients here. Unset it."
+            )
 
     def _check_values(self) -> None:
         refuse(image_problems(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))

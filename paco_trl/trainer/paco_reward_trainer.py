@@ -101,9 +101,9 @@ def complete_peft_config(
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
     if not isinstance(peft_config, LoraConfig):
-        problem = f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`"
         raise TypeError(
-            f"{problem}. To continue an adapter, pass `PeftModel.from_pretrained(model, adapter)` as `model`."
+            f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`. To continue an "
+            "adapter, pass `PeftModel.from_pretrained(model, adapter)` as `model`."
         )
     check_lora_start(peft_config)
     peft_config = copy.deepcopy(peft_config)
@@ -298,8 +298,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             args.model_init_kwargs = init_kwargs
         config = AutoConfig.from_pretrained(model, **source) if isinstance(model, str) else model.config
         if (scale := scales_logits(config)) is not None:
-            changes = f"`{scale}` = {getattr(config.get_text_config(), scale)}"
-            raise ValueError(f"The model changes its logits ({changes}): use it as a judge, but train another one.")
+            raise ValueError(
+                f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}): use it as a "
+                "judge, but train another one."
+            )
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
         stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
@@ -545,11 +547,10 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def _check_optimizer(self, checkpoint: Path) -> None:
         """Check that a checkpoint has the optimizer's state."""
         if self.args.deepspeed_plugin is None and not (checkpoint / OPTIMIZER_NAME).is_file():
-            reason = "it has no state of the optimizer (`save_only_model`)"
-            cure = (
-                "Load its adapter with `PeftModel.from_pretrained` and pass it as `model`, with another `output_dir`"
+            raise ValueError(
+                f"'{checkpoint}' cannot be resumed: it has no state of the optimizer (`save_only_model`). Load its "
+                "adapter with `PeftModel.from_pretrained` and pass it as `model`, with another `output_dir`."
             )
-            raise ValueError(f"'{checkpoint}' cannot be resumed: {reason}. {cure}.")
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's adapter."""

@@ -749,8 +749,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             return
         of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
         if names := ", ".join(name for name, *_ in changes(run["settings"], of_training)):
-            message = f"'{checkpoint}' is in the middle of a round that was generated with other values of"
-            logger.warning(f"{message} {names}: it is generated again.")
+            logger.warning(
+                f"'{checkpoint}' is in the middle of a round that was generated with other values of {names}: it is "
+                "generated again."
+            )
             return
         device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
         try:
