@@ -126,8 +126,10 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         logger.warning(f"The checkpoint '{checkpoint}' is skipped: {problem}")
     if requested == "auto":
         return None
-    missing = f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint."
-    raise ValueError(f"{missing} Start with 'auto' or without it, or pass the directory of a checkpoint.")
+    raise ValueError(
+        f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Start with 'auto' or "
+        "without it, or pass the directory of a checkpoint."
+    )
 
 
 def how_to_resume(output_dir: str | Path) -> str:
@@ -167,8 +169,10 @@ def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
     """Refuse to resume a checkpoint of another run."""
     if different := differences(saved, identity):
         lines = "\n  ".join(["", *different])
-        cure = "Give it the same (the optimizer's settings are restored), or start anew from its adapter."
-        raise ValueError(f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\n{cure}")
+        raise ValueError(
+            f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nGive it the same (the optimizer's "
+            "settings are restored), or start anew from its adapter."
+        )
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
@@ -192,17 +196,21 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
             continue
         if different := differences(read_run(checkpoint).get("identity", identity), identity):
             lines = "\n  ".join(["", *different])
-            cure = "Choose another directory, or delete that run with `overwrite_output_dir=True`."
-            raise ValueError(f"`output_dir` has '{checkpoint}' of another run:{lines}\n{cure}")
+            raise ValueError(
+                f"`output_dir` has '{checkpoint}' of another run:{lines}\nChoose another directory, or delete that "
+                "run with `overwrite_output_dir=True`."
+            )
 
 
 def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
     """Refuse to write over the checkpoints of an interrupted run by one that does not resume it."""
     found = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
     if found and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
-        cure = "Resume it with `resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`"
         names = ", ".join(checkpoint.name for checkpoint in found[::-1])
-        raise ValueError(f"`output_dir`, '{output_dir}', has {names} of an earlier run. {cure}, or choose another.")
+        raise ValueError(
+            f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
+            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another."
+        )
 
 
 def delete_run(output_dir: str | Path) -> None:
@@ -249,8 +257,10 @@ def write_checkpoint(
         if problems:
             if should_save:
                 shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
-            failed = f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)})."
-            raise CheckpointError(f"{failed} Make room and resume (`resume_from_checkpoint=True`).") from problem
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)}). Make "
+                "room and resume (`resume_from_checkpoint=True`)."
+            ) from problem
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:

@@ -66,9 +66,9 @@ def _extract(archive: Path) -> Path:
                     _extract_into(archive, partial)
                 except _FAULTS as error:
                     # Not a ValueError: `skip_broken` would leave out the records of the archive
-                    remedy = "Unpack it in its directory, or download it again: without Git LFS it has about 130 bytes"
                     raise shutil.ReadError(
-                        f"{archive} ({stat.st_size} bytes) is damaged: {error}. {remedy}."
+                        f"{archive} ({stat.st_size} bytes) is damaged: {error}. Unpack it in its directory, or "
+                        "download it again: without Git LFS it has about 130 bytes."
                     ) from error
                 partial.rename(folder)
     return folder
@@ -115,8 +115,10 @@ class ImageFinder:
                     hits.setdefault(str(archive), folder / candidate)
         if not hits:
             archives = [str(archive) for archive, _ in self.extracted]
-            remedy = "Check the download; join archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`"
-            raise ValueError(f"its image {str(path)!r} is neither in {self.folder} nor {archives}. {remedy}.")
+            raise ValueError(
+                f"its image {str(path)!r} is neither in {self.folder} nor {archives}. Check the download; join "
+                "archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`."
+            )
         first, *others = hits.values()
         if not all(filecmp.cmp(first, other, shallow=False) for other in others):
             raise ValueError(f"its image {str(path)!r} differs between the archives {list(hits)}.")

@@ -51,8 +51,10 @@ def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool =
         inner = feature.feature if isinstance(feature, (List, LargeList)) else None
         kind, call, path = "a list of images", "datasets.List(datasets.Image())", '["a.png", "b.png"]'
     if not isinstance(inner, Image) or decoded and not inner.decode:
-        found = f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {kind}"
-        raise ValueError(f'{found}: in a file `{path}`, in Python `dataset.cast_column("{column}", {call})`.')
+        raise ValueError(
+            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {kind}"
+            f': in a file `{path}`, in Python `dataset.cast_column("{column}", {call})`.'
+        )
 
 
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> Dataset:

@@ -198,8 +198,10 @@ def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
         names = [name.strip() for name in next(lines, [])]
         for row in filter(None, lines):
             if len(row) != len(names):
-                counts = f"{len(row)} fields, not {len(names)} as the header: {shorten(row)}"
-                raise ValueError(f"'{path}', line {lines.line_num} has {counts}. Quote texts with {separator!r}.")
+                raise ValueError(
+                    f"'{path}', line {lines.line_num} has {len(row)} fields, not {len(names)} as the header: "
+                    f"{shorten(row)}. Quote texts with {separator!r}."
+                )
             rows.append(row)
     except csv.Error as error:
         raise ValueError(f"'{path}', line {lines.line_num} cannot be read: {error}. Correct its quotes.") from error
@@ -260,8 +262,9 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
         if isinstance(inner, Json):
             values = dataset[name][:]
             row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
-            hint = "Give each row a path, or each a list"
-            raise ValueError(f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. {hint}.")
+            raise ValueError(
+                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give each row a path, or each a list."
+            )
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
             column = dataset.select_columns(name).cast_column(name, List(Image()) if is_list else Image())
@@ -314,8 +317,10 @@ def _find_first_beside(names: list[str], folders: list[Path]) -> None:
     if names and folders and not (folders[0] / names[0]).exists():
         for folder in filter(Path.is_dir, folders[0].iterdir()):
             if (folder / names[0]).is_file():
-                hint = f"Pass `--image_folder '{folder}'`, or write '{folder.name}/{names[0]}'"
-                raise ValueError(f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. {hint}.")
+                raise ValueError(
+                    f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. Pass `--image_folder "
+                    f"'{folder}'`, or write '{folder.name}/{names[0]}'."
+                )
 
 
 def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
@@ -341,8 +346,10 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
-        hint = "Put the images there, or name their real directory (`image_folder`) where a loader takes one"
-        raise ValueError(f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. {hint}.")
+        raise ValueError(
+            f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. Put the images there, or "
+            "name their real directory (`image_folder`) where a loader takes one."
+        )
     return path
 
 

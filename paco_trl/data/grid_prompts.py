@@ -83,8 +83,10 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
     layout = GRID_LAYOUT.search(theme)
     if layout is None:
-        example = '"FOUR-PANEL Images with a 2x2 grid layout ..."'
-        raise ValueError(f"The prompt {shown} names no `RxC grid layout` before its first panel. Write {example}.")
+        raise ValueError(
+            f"The prompt {shown} names no `RxC grid layout` before its first panel. Write "
+            '"FOUR-PANEL Images with a 2x2 grid layout ...".'
+        )
     rows, cols = int(layout[1]), int(layout[2])
     names = [marker[0] for marker in markers]
     # The number first: nothing is built for a grid of a billion panels

@@ -10,8 +10,10 @@ from PIL import Image
 def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
     """Compute height and width, in pixels, of one panel of a grid; `ValueError` if it has no equal panels."""
     if min(rows, cols, height, width) < 1 or height % rows or width % cols:
-        size = f"{height}x{width} pixels (height x width)"
-        raise ValueError(f"An image of {size} does not divide into a {rows}x{cols} grid, and no panel is cropped.")
+        raise ValueError(
+            f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid, and no "
+            "panel is cropped."
+        )
     return height // rows, width // cols
 
 

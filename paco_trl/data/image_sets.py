@@ -59,8 +59,10 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         raise ValueError(f"The image-set prompts have no rows, or no `prompt`{found}. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
-        remedy = "Convert raw T2IS rows with `convert_t2is`. To edit images add `--edits`, or use `load_edit_prompts`"
-        raise ValueError(f"Image-set prompts need the columns {missing}. {remedy}.")
+        raise ValueError(
+            f"Image-set prompts need the columns {missing}. Convert raw T2IS rows with `convert_t2is`. To edit images "
+            "add `--edits`, or use `load_edit_prompts`."
+        )
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
         if row.get("layout") != SEPARATE:
@@ -85,8 +87,10 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     if not all(type(number) is int and number > 0 for number in (rows, cols)):
         raise ValueError(f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}, not ints of at least 1.")
     if not isinstance(panels, list | tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
-        expected = f"a text for each panel of its {rows}x{cols} grid (rows x cols)"
-        raise ValueError(f"`panels` of row {index} is {shorten(panels)}. It must be a list with {expected}.")
+        raise ValueError(
+            f"`panels` of row {index} is {shorten(panels)}. It must be a list with a text for each panel of its "
+            f"{rows}x{cols} grid (rows x cols)."
+        )
 
 
 def _check_prompt(index: int, prompt: Any) -> None:
@@ -102,8 +106,10 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
     if not named and rows * cols > 1:  # "2x2 grid" of a single image can be windows of a house
         named = _GRID_PHRASE.findall(theme)
     if named and (rows, cols) not in [(int(first), int(second)) for first, second in named]:
-        asked = f"its prompt asks for a {'x'.join(named[0])} grid: {shorten(prompt)}"
-        raise ValueError(f"Row {index} has rows={rows} and cols={cols}, but {asked}.")
+        raise ValueError(
+            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {'x'.join(named[0])} grid: "
+            f"{shorten(prompt)}."
+        )
 
 
 def complete_image_sets(dataset: Dataset) -> Dataset:
@@ -192,8 +198,10 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
             theme = prompt[: markers[0].start()]
         theme = _GRID_INTRODUCTION.sub("", theme).strip()
         if not theme:
-            needs = "Separate images would not show what they share. Add it, or leave the row a grid"
-            raise ValueError(f"Row {index} has no `theme`, and its prompt tells none: {shorten(prompt)}. {needs}.")
+            raise ValueError(
+                f"Row {index} has no `theme`, and its prompt tells none: {shorten(prompt)}. Separate images would not "
+                "show what they share. Add it, or leave the row a grid."
+            )
         prompt = " ".join([theme, *row["panels"]])
         return {**row, **own_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
     rows, cols = usual_grid(count)

@@ -120,8 +120,10 @@ def decision_of(completion: str | list[dict[str, Any]]) -> str:
     text = _completion_text(completion)
     match = _DECISION.match(text)
     if match is None:
-        rule = "The score is read at the first token: case matters, and nothing may come before, no space either"
-        raise ValueError(f"The completion {shorten(text)} does not begin with the word Yes or No. {rule}.")
+        raise ValueError(
+            f"The completion {shorten(text)} does not begin with the word Yes or No. The score is read at the first "
+            "token: case matters, and nothing may come before, no space either."
+        )
     return match[1]
 
 

@@ -121,8 +121,10 @@ class SourceImages:
             decoded = self._feature.decode_example(image)
             decoded = to_rgb(decoded, "The image") if in_rgb else decoded
         if decoded.size != size:
-            pixels = f"{decoded.width} x {decoded.height} pixels (wide and high), but its header {size[0]} x {size[1]}"
-            raise ValueError(f"{name} has {pixels}. It has changed during the run, or must be saved again.")
+            raise ValueError(
+                f"{name} has {decoded.width} x {decoded.height} pixels (wide and high), but its header {size[0]} x "
+                f"{size[1]}. It has changed during the run, or must be saved again."
+            )
         return decoded
 
 
