@@ -52,8 +52,10 @@ def keyed_hash(*key: int | str) -> int:
 def check_annotator(name: Any) -> str:
     """Check the name of an annotator, which is also the name of a file."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        rule = "1 to 40 letters (a to z), digits, `.`, `_` or `-`, and not begin with `.`: it names a file"
-        raise ValueError(f"The annotator's name is {shorten(name)}. It must have {rule}.")
+        raise ValueError(
+            f"The annotator's name is {shorten(name)}. It must have 1 to 40 letters (a to z), digits, `.`, `_` or "
+            "`-`, and not begin with `.`: it names a file."
+        )
     return name
 
 

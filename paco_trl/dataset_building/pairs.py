@@ -203,6 +203,8 @@ def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[s
         if len(chosen) + len(group) <= min(wanted, total - 1):
             chosen.update(group)
     if not chosen:
-        size = f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more"
-        raise ValueError(f"{size}. Generate more prompts, or set it to 0.")
+        raise ValueError(
+            f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more. "
+            "Generate more prompts, or set it to 0."
+        )
     return chosen

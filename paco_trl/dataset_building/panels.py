@@ -110,8 +110,10 @@ def make_instances(panels: Dataset) -> Dataset:
         positions = range(max(position for _, position in names) + 1)
         missing = [place for place in itertools.product(seeds, positions) if place not in names]
         if missing or len(seeds) < 2 or len(positions) < 2:
-            lacking = f"lacks the panels {missing[:4]} (seed, position), or has fewer than two seeds or panels a grid"
-            raise ValueError(f"The prompt {prompt_id!r} {lacking}. Generate the same seeds for all, or leave it out.")
+            raise ValueError(
+                f"The prompt {prompt_id!r} lacks the panels {missing[:4]} (seed, position), or has fewer than two "
+                "seeds or panels a grid. Generate the same seeds for all, or leave it out."
+            )
         for seed, position, other in itertools.product(seeds, positions, positions):
             if position != other:
                 reference, candidates = names[seed, position], [names[number, other] for number in seeds]

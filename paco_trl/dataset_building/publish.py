@@ -155,5 +155,7 @@ def _check_held_out(parts: Mapping[str, Dataset], digests: Mapping[str, set[str]
         prompts = [set(parts[part].with_format(None)["group"][:]) for part in (train, name)]
         for kind, shared in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
             if shared:
-                both = f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}"
-                raise ValueError(f"{both}: a judge would be evaluated on what it was trained on. Split again.")
+                raise ValueError(
+                    f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}: a judge "
+                    "would be evaluated on what it was trained on. Split again."
+                )

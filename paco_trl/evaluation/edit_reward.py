@@ -248,8 +248,10 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     for number, row in enumerate(dataset.select_columns(texts + images * has_files)):
         instruction, verdict, kind = (row[name] for name in texts)
         if verdict not in verdicts:
-            where = f"`{texts[1]}` of {shorten(instruction)} in '{path}'"
-            raise ValueError(f"{where} is {shorten(verdict)}, not {' or '.join(verdicts)}.")
+            raise ValueError(
+                f"`{texts[1]}` of {shorten(instruction)} in '{path}' is {shorten(verdict)}, not "
+                f"{' or '.join(verdicts)}."
+            )
         described, pictures = (kind, "consistency"), []
         if has_files:
             described = (verdict, DIMENSIONS.get(kind, kind))

@@ -157,8 +157,10 @@ def _finite_scores(scores: Sequence[float]) -> np.ndarray:
 
 def _ranking_arrays(scores: Sequence[float], human_ranking: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     if len(scores) < 2 or sorted(human_ranking) != list(range(len(scores))):
-        indices = f"the indices of the {len(scores)} items (at least two), best first"
-        raise ValueError(f"`human_ranking` is {list(human_ranking)}, but must list {indices}.")
+        raise ValueError(
+            f"`human_ranking` is {list(human_ranking)}, but must list the indices of the {len(scores)} items (at "
+            "least two), best first."
+        )
     return _finite_scores(scores), np.asarray(human_ranking, dtype=int)
 
 

@@ -111,9 +111,11 @@ def check_sources(
     family = FAMILIES[name]() if name in FAMILIES else None
     most = family.max_images if family is not None else None
     if most is not None and sources.max_count + is_anchored > most:
-        count = f"{sources.max_count} source images{' besides its first panel' * is_anchored}"
-        taken = f"but {name} takes at most {most}. Leave images out: `load_edit_prompts(..., max_images={most})`"
-        raise ValueError(f"The prompt {keys[sources.row_with_most]!r} has {count}, {taken}.")
+        raise ValueError(
+            f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source "
+            f"images{' besides its first panel' * is_anchored}, but {name} takes at most {most}. Leave images out: "
+            f"`load_edit_prompts(..., max_images={most})`."
+        )
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
         try:

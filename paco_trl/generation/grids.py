@@ -229,6 +229,8 @@ def _generate(
     ).images
     for image in images:
         if image.size != (batch.width, batch.height):
-            size = f"{image.height}x{image.width} pixels (height x width) instead of {batch.height}x{batch.width}"
-            raise ValueError(f"A grid has {size}. Choose a size that {type(pipeline).__name__} keeps.")
+            raise ValueError(
+                f"A grid has {image.height}x{image.width} pixels (height x width) instead of "
+                f"{batch.height}x{batch.width}. Choose a size that {type(pipeline).__name__} keeps."
+            )
     return images

@@ -170,14 +170,16 @@ def generate_missing(
     wait_for_all()
     for message, number in sum(gather_object([truncations]), Counter()).items():
         if state.is_main_process:
-            all_calls = f"{sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}"
-            logger.warning(f"For {number} of {all_calls}: {message}.")
+            logger.warning(
+                f"For {number} of {sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}: {message}."
+            )
     order = [name for call in calls for name in call]
     flat = sorted(gather_object(flat), key=order.index)
     if flat and state.is_main_process:
-        found = f"{len(flat)} of {len(order)} {what} have an image of one flat color: {some_of(flat)}"
-        cure = "Try another seed or, if it is not a safety checker but non-finite numbers, another `dtype`"
-        logger.warning(f"{found}. {cure}.")
+        logger.warning(
+            f"{len(flat)} of {len(order)} {what} have an image of one flat color: {some_of(flat)}. Try another seed "
+            "or, if it is not a safety checker but non-finite numbers, another `dtype`."
+        )
     return flat
 
 

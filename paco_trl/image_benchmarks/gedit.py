@@ -122,9 +122,9 @@ def score_edits(
         scores = _edit_scores(store.finish())
     unanswered = [key for key, score in scores.items() if score is None]
     if unanswered and store.is_main_process:
-        what = f"{len(unanswered)} of {len(scores)} edits in {max_attempts} attempt(s): {some_of(unanswered)}"
         logger.warning(
-            f"{endpoint.model} gave no readable answer about {what}. Its answers are in {store.folder}. Re-run to query it "
+            f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits in "
+            f"{max_attempts} attempt(s): {some_of(unanswered)}. Its answers are in {store.folder}. Re-run to query it "
             "about these alone."
         )
     return scores
@@ -140,8 +140,10 @@ def check_gedit_prompts(prompts: Dataset) -> None:
 def _sources_of(prompts: Dataset) -> SourceImages:
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
-        row = f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images"
-        raise ValueError(f"{row}, but the judge sees one: `load_edit_prompts(..., max_images=1)`.")
+        raise ValueError(
+            f"Row {sources.row_with_most} of the prompts has {sources.max_count} source images, but the judge sees "
+            "one: `load_edit_prompts(..., max_images=1)`."
+        )
     return sources
 
 

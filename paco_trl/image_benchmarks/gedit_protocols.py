@@ -54,8 +54,10 @@ def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
     """Return a protocol; the published one has the prompts of a clone of the benchmark."""
     check_protocol(protocol)
     if (protocol == "published") != (gedit_repo is not None):
-        clone = "the published one, and only it, has prompts of a clone of https://github.com/stepfun-ai/Step1X-Edit"
-        raise ValueError(f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: {clone}.")
+        raise ValueError(
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published one, and only it, has prompts "
+            "of a clone of https://github.com/stepfun-ai/Step1X-Edit."
+        )
     if gedit_repo is None:
         return EditProtocol({"semantic": SEMANTIC, "quality": QUALITY}, _request, lambda text, _: read_answer(text), 3)
     prompts = read_published_prompts(gedit_repo)

@@ -85,8 +85,10 @@ class FoundImages:
     def check_complete(self) -> None:
         """Refuse missing images."""
         if self.missing:
-            lacking = f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}"
-            raise ValueError(f"{lacking}: a mean of the rest would flatter. Add them, or count 0 (`missing='zero'`).")
+            raise ValueError(
+                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}: a mean of "
+                "the rest would flatter. Add them, or count 0 (`missing='zero'`)."
+            )
 
 
 def find_generated_sets(
@@ -124,8 +126,10 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> FoundImages:
     column = max(columns, key=lambda name: len(matched[name]))
     found, counts = matched[column], {row[column]: row["rows"] * row["cols"] for row in rows}
     if not found:
-        names = f"`<id>.png` is a grid and `<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}"
-        raise ValueError(f"None of the {len(files)} images directly in {folder} belongs to a prompt: {names}.")
+        raise ValueError(
+            f"None of the {len(files)} images directly in {folder} belongs to a prompt: `<id>.png` is a grid and "
+            f"`<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}."
+        )
     images: dict[str, dict[int | None, Path]] = {}
     for path, (name, number) in found.items():
         if (other := images.setdefault(name, {}).setdefault(number, path)) != path:
@@ -260,8 +264,10 @@ def _checked(
             expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
             aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:
-                shape = f"the shape differs from the {expected[0]}x{expected[1]} (height x width) of {row['id']!r}"
-                raise ValueError(f"{file} has {size[0]}x{size[1]} pixels: {shape}. Is it another prompt's?")
+                raise ValueError(
+                    f"{file} has {size[0]}x{size[1]} pixels: the shape differs from the {expected[0]}x{expected[1]} "
+                    f"(height x width) of {row['id']!r}. Is it another prompt's?"
+                )
     return FoundImages(sets)
 
 

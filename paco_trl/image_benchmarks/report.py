@@ -78,8 +78,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     }
     found = [name for name in texts if (folder / name).exists()]
     if found and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
-        where = f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation"
-        raise ValueError(f"{where}. Move this away, or choose another directory.")
+        raise ValueError(
+            f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation. Move this away, or choose "
+            "another directory."
+        )
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))

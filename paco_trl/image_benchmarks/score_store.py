@@ -101,7 +101,9 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
         store = ScoreStore(folder, name, settings, digests)
         records = store.read()
         if missing := [key for key in digests if key not in records]:
-            lacking = f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}"
-            raise ValueError(f"{lacking}, or have changed since: {some_of(missing)}. Rerun the scoring.")
+            raise ValueError(
+                f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}, or have changed "
+                f"since: {some_of(missing)}. Rerun the scoring."
+            )
         found.append(Scores(settings, records))
     return found

@@ -345,8 +345,10 @@ def _score(
         records = store.finish()
     gaps = [key for key, record in records.items() if record["incomplete"]]
     if gaps and store.is_main_process:
-        what = f"{len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}"
-        logger.warning(f"{name} gave no score for {what}. Its figures leave them out: re-run to query it about them.")
+        logger.warning(
+            f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. Its figures "
+            "leave them out: re-run to query it about them."
+        )
     return records
 
 

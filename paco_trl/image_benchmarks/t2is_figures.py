@@ -125,8 +125,10 @@ def _read(system: System, benchmark: Dataset) -> list[Scores]:
         kind, columns = run.settings["kind"], bench.COLUMNS[run.settings["kind"]]
         has_all = set(columns) <= set(benchmark.column_names)
         if not has_all or run.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
-            other = f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts"
-            raise ValueError(f"{other} ({system.folder}). Give the same data, or score into another directory.")
+            raise ValueError(
+                f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts "
+                f"({system.folder}). Give the same data, or score into another directory."
+            )
         if kind != "consistency" and kinds.count(kind) > 1:
             raise ValueError(f"{system.folder} has {kind} by several scorers. Keep the scores of one.")
     if "consistency" not in kinds:
