@@ -49,8 +49,9 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 503
         if isinstance(cause, OfflineModeIsEnabled) or (status < 500 and status not in (408, 409, 412, 425, 429)):
             raise
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-        raise ConnectionError(f"{api.endpoint} cannot be reached ({reason}). {remedy}") from error
+        raise ConnectionError(
+            f"{api.endpoint} cannot be reached ({type(cause).__name__}: {' '.join(str(cause).split())}). {remedy}"
+        ) from error
 
 
 def find_repository(

@@ -134,8 +134,10 @@ class ChatClient:
             refusal = f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
             raise self._unavailable(refusal) from None
         except openai.NotFoundError as error:
-            lacking = f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)})"
-            raise self._unavailable(f"{lacking}. Correct the name or the address.") from None
+            raise self._unavailable(
+                f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)}). Correct the name or "
+                "the address."
+            ) from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
             raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None
@@ -214,8 +216,10 @@ class ChatEndpoint(ChatClient):
         if api_key_variable is not None:
             key, remedy = os.environ.get(api_key_variable, "").strip(), f"It is that of {api_key_variable}."
             if not key.isascii() or not key.isprintable() or not key:
-                named = f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key)"
-                raise ValueError(f"{named} is not set, or does not hold a key. Set it.")
+                raise ValueError(
+                    f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is "
+                    "not set, or does not hold a key. Set it."
+                )
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:

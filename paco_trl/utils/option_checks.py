@@ -198,8 +198,10 @@ def check_panel_options(panel_template: str, panel_generation: str) -> None:
     except ValueError:
         fields = set()
     if ("panel", "", None) not in fields or not fields <= {("panel", "", None), ("theme", "", None)}:
-        needs = "a text with `{panel}`, and `{theme}` where the text of the set belongs, and no other field"
-        raise ValueError(f"`panel_template` is {panel_template!r}; it must be {needs}.")
+        raise ValueError(
+            f"`panel_template` is {panel_template!r}; it must be a text with `{{panel}}`, and `{{theme}}` where the "
+            "text of the set belongs, and no other field."
+        )
     if panel_generation not in PANEL_GENERATIONS:
         raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be one of {PANEL_GENERATIONS}.")
 

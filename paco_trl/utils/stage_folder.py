@@ -88,8 +88,10 @@ class StageFolder:
         return read_record(self.path / _REPORT)
 
     def _foreign(self, found: str, record: str) -> ValueError:
-        what = f"{self.path} has {found}, but no {record} of paco_trl that says it wrote this"
-        return ValueError(f"{what}. Move it away, or choose another directory.")
+        return ValueError(
+            f"{self.path} has {found}, but no {record} of paco_trl that says it wrote this. Move it away, or choose "
+            "another directory."
+        )
 
     def _check_dataset(self) -> None:
         if self._dataset.exists() and not (self.path / _REPORT).exists():

@@ -34,8 +34,9 @@ def read_text(path: str | Path) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = f"its byte {error.start} is 0x{content[error.start]:02x}"
-        raise ValueError(f"'{path}' is not UTF-8: {place}. Save it as UTF-8.") from error
+        raise ValueError(
+            f"'{path}' is not UTF-8: its byte {error.start} is 0x{content[error.start]:02x}. Save it as UTF-8."
+        ) from error
     if "\0" in text:  # UTF-16 of English text, without its mark
         raise ValueError(f"'{path}' is not UTF-8: it has zero bytes. Save it as UTF-8.")
     return text
