@@ -88,13 +88,15 @@ class PromptEncoder:
         self._frozen_memory = _cpu_memory(self._frozen)
 
     @torch.no_grad()
-    def encode(self, rows: PromptRows, numbers: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()) -> None:
+    def encode(
+        self, rows: PromptRows, row_numbers: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
+    ) -> None:
         """
         Encode some rows if they are not, and at the same time those `ahead`.
 
         Of these rows' embeddings the others are dropped then: memory does not grow with the dataset.
         """
-        needed = self._conditions(rows, numbers, scale)
+        needed = self._conditions(rows, row_numbers, scale)
         if needed.keys() <= self._encoded.keys():
             return
         needed |= self._conditions(rows, ahead, scale)
@@ -110,12 +112,12 @@ class PromptEncoder:
             if prompts:
                 self._encode_prompts(rows, prompts)
 
-    def fetch(self, of_round: Round, numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
+    def fetch(self, of_round: Round, row_numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
         """Return some encoded rows of a round, whose embeddings are on the CPU."""
         rows = of_round.rows
         keys = {
             prompt_number: self._keys(rows, prompt_number, scale)
-            for row_number in numbers
+            for row_number in row_numbers
             for prompt_number in rows.prompt_numbers[row_number]
         }
         needed: Iterable[Any] = (key for texts, sources in keys.values() for key in (*texts, *sources))
@@ -132,7 +134,8 @@ class PromptEncoder:
             return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
 
         return EncodedRows(
-            embeddings, lambda number: prepared(rows.image_prompts[number].row_number) if rows.sources else []
+            embeddings,
+            lambda prompt_number: prepared(rows.image_prompts[prompt_number].row_number) if rows.sources else [],
         )
 
     def _keys(
@@ -145,17 +148,19 @@ class PromptEncoder:
         texts = [text for text in (prompt, rows.negative_prompts[row_number]) if text is not None]
         return [PromptKey(text, *seen) for text in texts], [(digest, scale) for digest in digests]
 
-    def _conditions(self, rows: PromptRows, numbers: Iterable[int], scale: float) -> dict[Condition, tuple[int, int]]:
+    def _conditions(
+        self, rows: PromptRows, row_numbers: Iterable[int], scale: float
+    ) -> dict[Condition, tuple[int, int]]:
         """Return what some rows need, with the number of a row that has it, and of a source image in the row."""
-        found: dict[Condition, tuple[int, int]] = {}
-        for row_number in numbers:
+        numbers_of: dict[Condition, tuple[int, int]] = {}
+        for row_number in row_numbers:
             for prompt_number in rows.prompt_numbers[row_number]:
                 texts, sources = self._keys(rows, prompt_number, scale)
                 for key in texts:
-                    found.setdefault(key, (row_number, 0))
+                    numbers_of.setdefault(key, (row_number, 0))
                 for image_number, image in enumerate(sources):
-                    found.setdefault(image, (row_number, image_number))
-        return found
+                    numbers_of.setdefault(image, (row_number, image_number))
+        return numbers_of
 
     def _file(self, key: Condition) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"

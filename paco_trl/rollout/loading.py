@@ -57,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 _DEFAULTS = LoraConfig()
 # What a saved config has of its adapter's training, and what only mattered until the adapter had weights
-_OF_TRAINING = (
+_TRAINING_FIELDS = (
     "inference_mode", "task_type", "lora_dropout", "fan_in_fan_out", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
-_OF_START = ("init_lora_weights", "eva_config")
+_INITIALIZATION_FIELDS = ("init_lora_weights", "eva_config")
 # Initial weights that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them
 _KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
@@ -283,8 +283,8 @@ def is_buildable(model: "str | DiffusionPipeline", model_init_kwargs: dict, fami
     """Tell whether a pipeline can be built from configs: one that is named, listed, and has no parts of the caller's own."""
     if not isinstance(model, str) or "custom_pipeline" in model_init_kwargs:
         return False
-    is_given = any(isinstance(value, nn.Module) for value in model_init_kwargs.values())
-    return not is_given and check_config(model, model_init_kwargs, family)["_class_name"] in FAMILIES
+    has_modules = any(isinstance(value, nn.Module) for value in model_init_kwargs.values())
+    return not has_modules and check_config(model, model_init_kwargs, family)["_class_name"] in FAMILIES
 
 
 def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None) -> None:
@@ -335,9 +335,9 @@ def _warn(message: str) -> None:
 
 def _forget_training(config: LoraConfig, has_weights: bool) -> None:
     """Set what a saved config has of its adapter's training to PEFT's defaults."""
-    names = _OF_TRAINING
+    names = _TRAINING_FIELDS
     if has_weights and getattr(config, "init_lora_weights", None) in _KEEP_BASE:
-        names += _OF_START
+        names += _INITIALIZATION_FIELDS
     for name in names:
         setattr(config, name, getattr(_DEFAULTS, name))
 
@@ -354,10 +354,12 @@ def check_peft_config(
     is_trl = peft_config.task_type == ModelConfig.lora_task_type
     is_trl &= peft_config.lora_dropout in (ModelConfig.lora_dropout, 0)
     if is_trl or isinstance(adapter, str) or peft_config.inference_mode:
-        given, peft_config = peft_config, copy.deepcopy(peft_config)
+        original_config, peft_config = peft_config, copy.deepcopy(peft_config)
         _forget_training(peft_config, has_weights=isinstance(adapter, str))
         dropped = [
-            f"`{name}` {getattr(given, name)!r}" for name in ("task_type", "lora_dropout") if getattr(given, name)
+            f"`{name}` {getattr(original_config, name)!r}"
+            for name in ("task_type", "lora_dropout")
+            if getattr(original_config, name)
         ]
         if dropped:
             _warn(f"`peft_config` has {' and '.join(dropped)}, which no image model is trained with: left out.")
@@ -369,15 +371,15 @@ def check_peft_config(
             "network than the one that generated it. Set it to 0."
         )
     check_lora_start(peft_config)
-    of, cure = "", "Use the default, {!r}."
+    of, advice = "", "Use the default, {!r}."
     if isinstance(adapter, str):
-        of, cure = f" of the adapter '{adapter}'", "Merge it into its model, and train a new adapter on that."
+        of, advice = f" of the adapter '{adapter}'", "Merge it into its model, and train a new adapter on that."
     for name, default in vars(_DEFAULTS).items():
         value = getattr(peft_config, name)
         if name not in _PLAIN_LORA and value and value != default:
             raise ValueError(
                 f"`{name}`{of} is {value!r}, but only plain LoRA is trained here: most programs ignore the rest in "
-                f"diffusers' format. {cure.format(default)}"
+                f"diffusers' format. {advice.format(default)}"
             )
     if isinstance(adapter, str):
         base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
@@ -417,8 +419,8 @@ def _prefer_kernel(kernel: SDPBackend | None) -> None:
     # another thread then finds no kernel for its dtype or mask.
     _preferred_kernel.close()
     if kernel is not None:
-        others = [] if kernel is SDPBackend.MATH else [each for each in _SDPA_KERNELS.values() if each is not kernel]
-        _preferred_kernel.enter_context(sdpa_kernel([kernel, *others], set_priority=True))
+        fallbacks = [] if kernel is SDPBackend.MATH else [k for k in _SDPA_KERNELS.values() if k is not kernel]
+        _preferred_kernel.enter_context(sdpa_kernel([kernel, *fallbacks], set_priority=True))
 
 
 def keep_dtype_of_norms(transformer: nn.Module) -> None:
@@ -487,12 +489,12 @@ def prepare_transformer(
                         model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
                 model.set_requires_grad("ref", requires_grad=False)
         else:
-            own: Any = copy.deepcopy(peft_config)
-            check_target_modules(own, transformer)
-            if own.target_modules is None:
-                own.target_modules = list(family.lora_target_modules)
-            _exclude(own, unused_layers)
-            model = get_peft_model(transformer, own, autocast_adapter_dtype=autocast_adapter_dtype)
+            adapter_config: Any = copy.deepcopy(peft_config)
+            check_target_modules(adapter_config, transformer)
+            if adapter_config.target_modules is None:
+                adapter_config.target_modules = list(family.lora_target_modules)
+            _exclude(adapter_config, unused_layers)
+            model = get_peft_model(transformer, adapter_config, autocast_adapter_dtype=autocast_adapter_dtype)
         model.config = config
         # PEFT leaves the base model's name empty for diffusers models
         model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
@@ -522,8 +524,8 @@ def make_policy(
         if ref_model.dtype != dtype:
             ref_model.to(dtype)
     transformer = pipeline.transformer
-    for each in filter(None, (transformer, ref_model)):
-        set_kernels(each, attention_backend, compile_blocks)
+    for network in filter(None, (transformer, ref_model)):
+        set_kernels(network, attention_backend, compile_blocks)
     signature = inspect.signature(transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
     model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
@@ -578,20 +580,20 @@ def load_transformer_adapter(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of many kinds: PEFT trusts a config
-        problem = f"{type(error).__name__}: {error}"[:400]
-        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {problem}") from error
+        reason = f"{type(error).__name__}: {error}"[:400]
+        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {reason}") from error
     # PEFT drops weights without a layer, and initializes layers without weights
     left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
     saved = {name for name in weights if not name.startswith(left_out)}
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
-        some, no_place = (
+        examples, misplaced = (
             ", ".join(sorted(saved ^ expected)[:3]),
             f"{len(saved - expected)} of its {len(saved)} weights",
         )
         raise ValueError(
-            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {no_place} have no place, and "
-            f"{len(expected - saved)} places have no weight ({some}, ...)."
+            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {misplaced} have no place, and "
+            f"{len(expected - saved)} places have no weight ({examples}, ...)."
         )
     return model
 
@@ -622,7 +624,7 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
     for target in sorted(map(str, targets)):
         ends = {".".join(path[-target.count(".") - 1 :]) for path in paths}
         if target not in ends:
-            hint = [f" Did you mean {' or '.join(found)}?" for found in [get_close_matches(target, ends)] if found]
+            hint = [f" Did you mean {' or '.join(names)}?" for names in [get_close_matches(target, ends)] if names]
             raise ValueError(
                 f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named.{''.join(hint)} "
                 "A pattern, or 'all-linear', is a string and not in a list."

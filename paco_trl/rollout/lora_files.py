@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 
 # Weights that a plain LoRA has, by the names of diffusers, PEFT, kohya and DiffSynth
-_PLAIN = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.default)?\.weight)$")
-_MATRIX = re.compile(r"(.+\.)(?:(lora_A|(?:lora_)?down)|lora_B|(?:lora_)?up)(?:\.default)?\.weight")
+_PLAIN_WEIGHT = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.default)?\.weight)$")
+_MATRIX_WEIGHT = re.compile(r"(.+\.)(?:(lora_A|(?:lora_)?down)|lora_B|(?:lora_)?up)(?:\.default)?\.weight")
 # Weights that are refused, by their names, and what they are
-_STRANGERS = {
+_REFUSED_WEIGHTS = {
     r"^(?:lora_te|text_encoder|te\d?\.)": "train a text encoder. Train the LoRA without them, or merge it into its model and "
     "train a new adapter on that.",
     r"^lycoris_": "have LyCORIS's names (SimpleTuner), which diffusers does not read. Convert the file to kohya's.",
@@ -26,11 +26,11 @@ _STRANGERS = {
     "has it, with the weights as `adapter_model.safetensors`.",
     r"\.lora_(?:[AB]|down|up)\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which diffusers does not "
     "read. Save the adapter again with PEFT's `save_pretrained`, or the pipeline's `save_lora_weights`.",
-    rf"^(?!.*{_PLAIN.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA without them, or "
+    rf"^(?!.*{_PLAIN_WEIGHT.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA without them, or "
     "merge it into its model and train a new adapter on that.",
 }
 # What changes a plain LoRA's output, of the settings of its training that diffusers saves with it
-_SCALES = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+_SCALE_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def convert_lora(
@@ -44,13 +44,13 @@ def convert_lora(
             raw = {name: opened.get_tensor(name).float() for name in opened.keys()}
     except (SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"The adapter '{file}' cannot be read: {error}") from error
-    for pattern, problem in _STRANGERS.items():
-        if others := [name for name in raw if re.search(pattern, name)]:
-            raise ValueError(f"{len(others)} weights in '{file}' ({', '.join(others[:3])}, ...) {problem}")
+    for pattern, reason in _REFUSED_WEIGHTS.items():
+        if names := [name for name in raw if re.search(pattern, name)]:
+            raise ValueError(f"{len(names)} weights in '{file}' ({', '.join(names[:3])}, ...) {reason}")
     pairs: dict[
         str, dict[bool, torch.Tensor]
     ] = {}  # of each layer: the down matrix by `True`, the up matrix by `False`
-    for match in filter(None, map(_MATRIX.fullmatch, raw)):
+    for match in filter(None, map(_MATRIX_WEIGHT.fullmatch, raw)):
         pairs.setdefault(match[1], {})[match[2] is not None] = raw[match[0]]
     shapes = {layer: [tuple(pair[key].shape) for key in sorted(pair)] for layer, pair in pairs.items()}
     # (rows, rank) and (rank, columns)
@@ -68,20 +68,20 @@ def convert_lora(
     # Stable Diffusion 3 has no converter: its method only reads diffusers' names
     read = getattr(kind, "lora_state_dict", SD3LoraLoaderMixin.lora_state_dict)
     try:
-        found = read(raw.copy(), return_alphas=True)
+        result = read(raw.copy(), return_alphas=True)
     except Exception as error:  # of many kinds: converters expect the names that they know
         raise ValueError(f"{_misfit(file, kind)}: {error}") from error
-    converted, alphas = found if isinstance(found, tuple) else (found, None)
-    strangers = [name for name in converted if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name)]
+    converted, alphas = result if isinstance(result, tuple) else (result, None)
+    unexpected = [name for name in converted if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name)]
     # Converters split matrices and drop what they do not know: the rows of all of them tell
     ups = [weight for name, weight in converted.items() if name.endswith(".lora_B.weight")]
-    rows = [sum(map(len, each)) for each in ((pair[False] for pair in pairs.values()), ups)]
-    if strangers or not converted or rows[0] != rows[1]:
-        lost = strangers or [f"{rows[0] - rows[1]} of {rows[0]} rows are dropped"]
+    rows = [sum(map(len, matrices)) for matrices in ((pair[False] for pair in pairs.values()), ups)]
+    if unexpected or not converted or rows[0] != rows[1]:
+        lost = unexpected or [f"{rows[0] - rows[1]} of {rows[0]} rows are dropped"]
         raise ValueError(f"{_misfit(file, kind)}: {', '.join(lost[:3])}")
     weights = {name.removeprefix("transformer."): weight for name, weight in converted.items()}
     ranks = {name.partition(".lora_A.")[0]: len(weight) for name, weight in weights.items() if ".lora_A." in name}
-    settings = {name: saved[f"transformer.{name}"] for name in _SCALES if f"transformer.{name}" in saved}
+    settings = {name: saved[f"transformer.{name}"] for name in _SCALE_SETTINGS if f"transformer.{name}" in saved}
     if not settings:
         scales = {name: float((alphas or {}).get(f"transformer.{name}.alpha", rank)) for name, rank in ranks.items()}
         r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, scales))

@@ -81,7 +81,9 @@ class PipelinePolicy:
         pipeline.set_progress_bar_config(disable=True)
         self.model = model
         self._signature = forward_signature
-        extra = [name for name, each in forward_signature.parameters.items() if each.kind is each.VAR_KEYWORD]
+        extra = [
+            name for name, parameter in forward_signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
+        ]
         self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
         self._recorded_steps: tuple[int, ...] = ()
         self._calls: list[dict[str, Any]] = []
@@ -156,7 +158,7 @@ class PipelinePolicy:
             height, width, guidance_scale, prepared
         )
         generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
-        problem = None
+        cause = None
         with ExitStack() as stack:
             stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))
@@ -168,12 +170,12 @@ class PipelinePolicy:
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError) as error:
-                problem = error  # which what the checks find explains
+                cause = error  # which what the checks find explains
             passed = torch.stack([is_good for is_good, _ in self._checks]).tolist() if self._checks else []
             if not all(passed):
-                raise RuntimeError(self._checks[passed.index(False)][1]()) from problem
-            if problem is not None:
-                raise problem
+                raise RuntimeError(self._checks[passed.index(False)][1]()) from cause
+            if cause is not None:
+                raise cause
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
@@ -275,12 +277,12 @@ class PipelinePolicy:
         expected, received = combined.float(), model_output.float()
         tensors = (expected - received, expected + received, received)
         difference, total, scale = (tensor.abs().max() for tensor in tensors)
-        number, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
+        num_outputs, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
 
         def describe() -> str:
             return (
                 f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
-                f"{number} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
+                f"{num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
                 f"guidance scale {guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
                 f"Training would follow a wrong guidance rule. {advice}"
             )
@@ -307,7 +309,11 @@ def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the arguments of a call that have a row for each prediction."""
     rows = len(next(iter(call.values())))  # the sample comes first
     lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
-    return {name: each for name, each in lists.items() if len(each) == rows and name not in family.unbatched_arguments}
+    return {
+        name: argument
+        for name, argument in lists.items()
+        if len(argument) == rows and name not in family.unbatched_arguments
+    }
 
 
 def split_record(record: RecordedStep, parts: int, family: Family) -> list[RecordedStep]:
@@ -324,11 +330,11 @@ def split_record(record: RecordedStep, parts: int, family: Family) -> list[Recor
             return [row for piece in pieces for row in piece]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def own(call: dict[str, Any], part: int) -> dict[str, Any]:
+    def cut(call: dict[str, Any], part: int) -> dict[str, Any]:
         return call | {name: rows(value, part) for name, value in _batched(call, family).items()}
 
     return [
-        replace(record, calls=[own(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})
+        replace(record, calls=[cut(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})
         for part in range(parts)
     ]
 

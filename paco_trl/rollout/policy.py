@@ -116,10 +116,10 @@ class Policy:
         for batch in tqdm(ordered, progress, len(batches), disable=progress is None or None, leave=False):
             of_batch = encoded
             if of_batch is None:
-                numbers = [sample.row_number for sample in batch.samples]
-                following = in_turn[in_turn.index(numbers[-1]) + 1 :]
-                self.encoder.encode(rows, numbers, scale, following[:ROWS_AHEAD])
-                of_batch = self.encoder.fetch(round, numbers, scale)
+                row_numbers = [sample.row_number for sample in batch.samples]
+                following = in_turn[in_turn.index(row_numbers[-1]) + 1 :]
+                self.encoder.encode(rows, row_numbers, scale, following[:ROWS_AHEAD])
+                of_batch = self.encoder.fetch(round, row_numbers, scale)
             anchors = []
             if batch.samples[0].anchor is not None:
                 panels = [encode_anchor(sample.anchor) for sample in batch.samples]
@@ -160,7 +160,7 @@ class Policy:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
         """Return image prompts on the accelerator, the stored tensors behind them, and their source images."""
         device = self.accelerator.device
-        of_prompts = [encoded.embeddings[number] for number in prompt_numbers]
+        of_prompts = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
         embeddings = [prompt.to("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
         if all(prompt is of_prompts[0] for prompt in of_prompts):
             kept = {name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
@@ -220,9 +220,9 @@ def predict(
 ) -> torch.Tensor:
     """Compute the velocity `(B, ...)` that a model predicts in the calls of one step; see [`replay`]."""
     outputs = []
-    for number, call in enumerate(calls):
+    for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
-        with torch.no_grad() if detach_unconditional and number > 0 else nullcontext():
+        with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
             fresh = recursively_apply(lambda tensor: tensor, call)  # as in `_record_call`
             outputs.append(model(**fresh)[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)

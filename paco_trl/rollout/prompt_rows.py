@@ -49,7 +49,7 @@ class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
-        self.given, self.args, self.where = dataset, args, where
+        self.original_dataset, self.args, self.where = dataset, args, where
         dataset = dataset.with_format(None)
         self.is_anchored = args.panel_generation == "anchored"
         self.sources: SourceImages | None = None
@@ -65,27 +65,31 @@ class PromptRows:
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
         self.negative_prompts: list[str | None] = self._column("negative_prompt")
-        for number, negative in enumerate(self.negative_prompts):
+        for row_number, negative in enumerate(self.negative_prompts):
             if not isinstance(negative, str | None):
-                raise ValueError(f"Row {number} of {where}: `negative_prompt` is {negative!r}. Write a text, or None.")
-        self.own_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
+                raise ValueError(
+                    f"Row {row_number} of {where}: `negative_prompt` is {negative!r}. Write a text, or None."
+                )
+        self.requested_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
         # A row has one image, or one for each panel, with a prompt each
         self.image_prompts: list[ImagePrompt] = []
         self.prompt_numbers: list[range] = []
         self.image_layouts = list(self.layouts)  # of one image
         columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
-        for number, (layout, theme, panels) in enumerate(columns):
-            prompts = [self.prompts[number]]
+        for row_number, (layout, theme, panels) in enumerate(columns):
+            prompts = [self.prompts[row_number]]
             if layout == SEPARATE:
                 prompts = prompts_of_row({"layout": layout, "theme": theme, "panels": panels}, args.panel_template)
-                self.image_layouts[number] = (1, 1)
+                self.image_layouts[row_number] = (1, 1)
             self.prompt_numbers.append(range(len(self.image_prompts), len(self.image_prompts) + len(prompts)))
-            self.image_prompts += [ImagePrompt(number, prompt) for prompt in prompts]
+            self.image_prompts += [ImagePrompt(row_number, prompt) for prompt in prompts]
         self.lengths = list(map(len, self.prompt_numbers))  # number of images of each row
-        for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
+        for row_number, ((rows, cols), (height, width)) in enumerate(
+            zip(self.image_layouts, self.requested_sizes, strict=True)
+        ):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
-            where_row = f"row {number} of {where}"
+            where_row = f"row {row_number} of {where}"
             check_inference_size(height or args.height, width or args.width, rows, cols, None, where_row)
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
@@ -113,42 +117,44 @@ class PromptRows:
             self.sources = self.references
         self._check_source_images(pipeline, family)
         args, multiple = self.args, family.size_multiple(pipeline)
-        for number, negative in enumerate(self.negative_prompts):
+        for row_number, negative in enumerate(self.negative_prompts):
             if negative is not None:
-                with self.add_row_to_errors(number):
+                with self.add_row_to_errors(row_number):
                     family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
         if None in self.negative_prompts:
             default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
             self.negative_prompts = [default if text is None else text for text in self.negative_prompts]
         self.inference_sizes = []
-        for number, ((rows, cols), (height, width)) in enumerate(zip(self.image_layouts, self.own_sizes, strict=True)):
+        for row_number, ((rows, cols), (height, width)) in enumerate(
+            zip(self.image_layouts, self.requested_sizes, strict=True)
+        ):
             if self.sources not in (None, self.references) and (height is None or width is None):
-                edited = family.edited_size(pipeline, self.sources.sizes(number), args.height * args.width)
+                edited = family.edited_size(pipeline, self.sources.sizes(row_number), args.height * args.width)
                 # The panels of an edited set must divide evenly too
                 height, width = (
                     max(1, round(size / step)) * step
                     for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
                 )
             height, width = height or args.height, width or args.width
-            check_inference_size(height, width, rows, cols, multiple, f"row {number} of {self.where}")
+            check_inference_size(height, width, rows, cols, multiple, f"row {row_number} of {self.where}")
             self.inference_sizes.append((height, width))
         self.training_sizes = [
             training_size(*size, *layout, args.resolution_scale, multiple)
             for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
-        for number in filter(self._has_first_panel, range(len(self))):
-            with self.add_row_to_errors(number):
-                for height, width in (self.inference_sizes[number], self.training_sizes[number]):
+        for row_number in filter(self._has_first_panel, range(len(self))):
+            with self.add_row_to_errors(row_number):
+                for height, width in (self.inference_sizes[row_number], self.training_sizes[row_number]):
                     family.check_image_size(width, height)
         return self
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, row_number: int) -> dict[str, Any]:
         """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""
-        row = dict(self._without_images[number])
-        rows, cols = self.layouts[number]
+        row = dict(self._without_images[row_number])
+        rows, cols = self.layouts[row_number]
         row |= {"rows": rows, "cols": cols}
         for column in self.image_columns:
-            images = column.load(number)
+            images = column.load(row_number)
             row[column.column] = images[0] if column.column == "image" else images
         return row
 
@@ -158,17 +164,17 @@ class PromptRows:
             return []
         return [row["image"]] if self.sources.column == "image" else row[self.sources.column]
 
-    def images(self, number: int) -> list[Image.Image]:
+    def images(self, row_number: int) -> list[Image.Image]:
         """Return the source images of a row, decoded, in RGB."""
-        return [] if self.sources is None else self.sources.load(number)
+        return [] if self.sources is None else self.sources.load(row_number)
 
     @contextmanager
-    def add_row_to_errors(self, number: int) -> Iterator[None]:
+    def add_row_to_errors(self, row_number: int) -> Iterator[None]:
         """Name the row in a `ValueError` that is raised within the context."""
         try:
             yield
         except ValueError as error:
-            name = f"Row {number} of {self.where}"
+            name = f"Row {row_number} of {self.where}"
             if str(error).startswith(name):
                 raise
             raise ValueError(f"{name}: {error}") from error
@@ -187,27 +193,27 @@ class PromptRows:
                     "`images`, for several), or choose a text-to-image pipeline."
                 )
             return
-        for number in range(len(self)):
-            sizes = self.sources.sizes(number)
+        for row_number in range(len(self)):
+            sizes = self.sources.sizes(row_number)
             count, besides = (
-                (len(sizes) + 1, ", with its first panel") if self._has_first_panel(number) else (len(sizes), "")
+                (len(sizes) + 1, ", with its first panel") if self._has_first_panel(row_number) else (len(sizes), "")
             )
             if count > family.max_images:
                 taken = f"at most {family.max_images}" if family.max_images else "none"
-                other = (
+                hint = (
                     "" if self.sources is self.references else " Images for a reward alone need another column name."
                 )
                 raise ValueError(
-                    f"Row {number} of {self.where} has {count} source image(s){besides}, but {name} takes {taken}. Leave "
-                    f"images out, or choose another pipeline.{other}"
+                    f"Row {row_number} of {self.where} has {count} source image(s){besides}, but {name} takes {taken}. Leave "
+                    f"images out, or choose another pipeline.{hint}"
                 )
-            with self.add_row_to_errors(number):
+            with self.add_row_to_errors(row_number):
                 for width, height in sizes:
                     family.check_image_size(width, height)
 
-    def _has_first_panel(self, number: int) -> bool:
+    def _has_first_panel(self, row_number: int) -> bool:
         """Tell whether the first image of a row is the source of its others."""
-        return self.is_anchored and len(self.prompt_numbers[number]) > 1
+        return self.is_anchored and len(self.prompt_numbers[row_number]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:

@@ -94,7 +94,7 @@ class Round:
     Args:
         rows (`PromptRows`):
             Rows of the dataset.
-        numbers (`Sequence[int]`):
+        row_numbers (`Sequence[int]`):
             Numbers of the round's rows, one for each group.
         num_generations (`int`):
             Completions of a group.
@@ -109,7 +109,7 @@ class Round:
     def __init__(
         self,
         rows: PromptRows,
-        numbers: Sequence[int],
+        row_numbers: Sequence[int],
         num_generations: int,
         key: tuple[int, int, int],
         sizes: Sequence[tuple[int, int]],
@@ -121,32 +121,32 @@ class Round:
         self.completions: list[Completion] = []
         self.samples: list[Sample] = []  # the images of a prompt one after the other
         self.batches: list[list[Batch]] = []  # of each process
-        for group, number in enumerate(numbers):
+        for group, row_number in enumerate(row_numbers):
             first = len(self.completions)
-            completions = [Completion(first + k, group, k, number) for k in range(num_generations)]
+            completions = [Completion(first + k, group, k, row_number) for k in range(num_generations)]
             self.completions += completions
-            for panel in range(rows.lengths[number]):
+            for panel in range(rows.lengths[row_number]):
                 for completion in completions:
                     anchor = completion.samples[0] if rows.is_anchored and panel else None
-                    origin = self._origin(number, panel, completion.generation)
+                    origin = self._origin(row_number, panel, completion.generation)
                     completion.samples.append(
                         Sample(completion, completion.generation, panel, anchor=anchor, **origin)
                     )
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
-        for place in range(num_samples, (num_prompts or 0) * num_generations):
-            self.samples.append(dataclasses.replace(self.samples[place % num_samples], completion=None))
+        for position in range(num_samples, (num_prompts or 0) * num_generations):
+            self.samples.append(dataclasses.replace(self.samples[position % num_samples], completion=None))
         self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
     def _origin(self, row_number: int, panel: int, generation: int) -> dict:
         """Return what decides an image of a row."""
-        numbers = self.rows.prompt_numbers[row_number]
-        first = numbers[0] if self.rows.args.panel_generation == "shared_noise" else numbers[panel]
+        prompt_numbers = self.rows.prompt_numbers[row_number]
+        first = prompt_numbers[0] if self.rows.args.panel_generation == "shared_noise" else prompt_numbers[panel]
         return {
             "row_number": row_number,
-            "prompt_number": numbers[panel],
+            "prompt_number": prompt_numbers[panel],
             "size": self.sizes[row_number],
-            "noise_key": (*self.key, numbers[panel], generation),
+            "noise_key": (*self.key, prompt_numbers[panel], generation),
             "initial_key": (*self.key, first, generation),
         }
 
@@ -169,10 +169,10 @@ class Round:
 
     def rows_of(self, batches: list[Batch]) -> list[int]:
         """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
-        numbers = [sample.row_number for batch in batches for sample in batch.samples]
+        row_numbers = [sample.row_number for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
-            numbers.append(self.samples[0].row_number)
-        return list(dict.fromkeys(numbers))
+            row_numbers.append(self.samples[0].row_number)
+        return list(dict.fromkeys(row_numbers))
 
     def in_order(self, batches: list[Batch], gather: Callable[[list], list]) -> Iterator[Batch]:
         """
@@ -185,21 +185,24 @@ class Round:
             yield from batches
             return
         first = [batch for batch in batches if batch.samples[0].anchor is None]
-        others = [batch for batch in batches if batch.samples[0].anchor is not None]
+        anchored = [batch for batch in batches if batch.samples[0].anchor is not None]
         spare = Batch(self.samples[:1] * len(batches[0].samples)).without_completions()
         yield from first + [spare] * (max(gather([len(first)])) - len(first))
-        self._gather_anchors(others, gather)
-        yield from others + [spare] * (max(gather([len(others)])) - len(others))
+        self._gather_anchors(anchored, gather)
+        yield from anchored + [spare] * (max(gather([len(anchored)])) - len(anchored))
 
     def _gather_anchors(self, batches: list[Batch], gather: Callable[[list], list]) -> None:
         anchors = {sample.anchor for batch in batches for sample in batch.samples}
         needed = {anchor.completion.number: anchor for anchor in anchors if anchor and anchor.completion}
         # Each unfinished set has its first image alone
-        found = [(number, image) for number, panels in self._panels.items() for image in panels.values()]
-        for place in range(max(gather([len(found)]))):  # one of each process at a time, which bounds the memory
-            for number, image in gather(found[place : place + 1]):
-                if number in needed:
-                    needed[number].image = image
+        first_images = [
+            (set_number, image) for set_number, panels in self._panels.items() for image in panels.values()
+        ]
+        # One of each process at a time, which bounds the memory
+        for position in range(max(gather([len(first_images)]))):
+            for set_number, image in gather(first_images[position : position + 1]):
+                if set_number in needed:
+                    needed[set_number].image = image
 
     def finish(self, batch: Batch) -> list[Completion]:
         """Return the completions that are finished with the images of a batch."""
@@ -223,18 +226,19 @@ class Round:
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
         """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
         processes, finished = accelerator.num_processes, []
-        numbers = sorted(set(gather_object(list(self._panels))))
-        for first in range(0, len(numbers), processes):  # a set for each process at a time, which bounds the memory
-            block = numbers[first : first + processes]
-            parts = gather_object([(number, self._panels.get(number, {})) for number in block])
-            for place, number in enumerate(block):
-                panels = {panel: image for other, part in parts if other == number for panel, image in part.items()}
-                expected = len(self.completions[number].samples)
+        set_numbers = sorted(set(gather_object(list(self._panels))))
+        # A set for each process at a time, which bounds the memory
+        for first in range(0, len(set_numbers), processes):
+            block = set_numbers[first : first + processes]
+            parts = gather_object([(set_number, self._panels.get(set_number, {})) for set_number in block])
+            for process, set_number in enumerate(block):
+                panels = {panel: image for n, part in parts if n == set_number for panel, image in part.items()}
+                expected = len(self.completions[set_number].samples)
                 if len(panels) < expected:
                     raise RuntimeError(
-                        f"Set {number} of a round has {len(panels)} of its {expected} images on all processes."
+                        f"Set {set_number} of a round has {len(panels)} of its {expected} images on all processes."
                     )
-                if place == accelerator.process_index:
-                    finished += self._add(self.completions[number], panels)
+                if process == accelerator.process_index:
+                    finished += self._add(self.completions[set_number], panels)
         self._panels.clear()  # other processes have finished these
         return finished

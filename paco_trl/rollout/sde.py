@@ -293,7 +293,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             tail = tail[:-1] * self.config.num_train_timesteps
             self.timesteps = torch.cat([self.timesteps[:start], tail.to(self.timesteps)])
         self.times = self.sigmas.tolist()
-        self.sigmas, self.timesteps = (to_device(each, device or "cpu") for each in (self.sigmas, self.timesteps))
+        self.sigmas, self.timesteps = (to_device(times, device or "cpu") for times in (self.sigmas, self.timesteps))
 
     @property
     def next_step_index(self) -> int:

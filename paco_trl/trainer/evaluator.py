@@ -75,7 +75,7 @@ class Evaluator:
     def rows_of(self, dataset: Dataset) -> PromptRows:
         """Read a dataset's rows, once for the trainer's own."""
         check_is_dataset(dataset, "eval_dataset")
-        known = (rows for rows in self._rows if rows.given is dataset)
+        known = (rows for rows in self._rows if rows.original_dataset is dataset)
         rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.measure(self.policy.pipeline, self.policy.family)
 

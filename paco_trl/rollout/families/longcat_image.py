@@ -34,9 +34,12 @@ class LongCatImageFamily(FluxFamily):
         return super().call_arguments(height, width, guidance_scale, images) | {"enable_prompt_rewrite": False}
 
     def generation_context(self, pipeline, images):
-        own = pipeline.encode_prompt
+        original_encode_prompt = pipeline.encode_prompt
         # It counts prompts even if it is given their embeddings (diffusers 0.42)
-        return encoding_by(pipeline, lambda **given: own(**given | {"prompt": list(given["prompt_embeds"])}))
+        return encoding_by(
+            pipeline,
+            lambda **arguments: original_encode_prompt(**arguments | {"prompt": list(arguments["prompt_embeds"])}),
+        )
 
     def guide(self, conditional, unconditional, guidance_scale):
         combined = super().guide(conditional, unconditional, guidance_scale)  # (B, tokens, channels)
@@ -102,6 +105,9 @@ class OvisImageFamily(LongCatImageFamily):
         return FluxFamily.call_arguments(self, height, width, guidance_scale, images) | {"negative_prompt": None}
 
     def generation_context(self, pipeline, images):
-        own, names = pipeline.encode_prompt, ("prompt_embeds", "negative_prompt_embeds")
+        original_encode_prompt, names = pipeline.encode_prompt, ("prompt_embeds", "negative_prompt_embeds")
         # It casts embeddings, and thereby the latents, to the dtype of the text encoder
-        return encoding_by(pipeline, lambda **given: (*(given[name] for name in names), *own(**given)[2:]))
+        return encoding_by(
+            pipeline,
+            lambda **arguments: (*(arguments[name] for name in names), *original_encode_prompt(**arguments)[2:]),
+        )

@@ -123,14 +123,14 @@ def fixed_sizes(pipeline, images: list[Image.Image]) -> Iterator[None]:
     # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
     # from area and aspect ratio returns here the size that each image has already.
     module: Any = sys.modules[type(pipeline).__module__]
-    own = module.calculate_dimensions
-    extra = own(IMAGE_AREA, 1.0)[2:]  # a third value in some pipelines
+    original_calculate_dimensions = module.calculate_dimensions
+    extra = original_calculate_dimensions(IMAGE_AREA, 1.0)[2:]  # a third value in some pipelines
     sizes = {image.width / image.height: image.size for image in images}
     module.calculate_dimensions = lambda area, ratio: (*sizes[ratio], *extra)
     try:
         yield
     finally:
-        module.calculate_dimensions = own
+        module.calculate_dimensions = original_calculate_dimensions
 
 
 def dimensions(pipeline, area: float, ratio: float) -> tuple[int, int]:

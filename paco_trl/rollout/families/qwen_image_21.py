@@ -45,11 +45,13 @@ class QwenImage21Family(QwenImageEditFamily):
 
     @contextmanager
     def generation_context(self, pipeline, images):
-        def encode(prompt_embeds_mask: torch.Tensor, **given) -> tuple:
+        def encode(prompt_embeds_mask: torch.Tensor, **arguments) -> tuple:
             # The call has no argument for the places of source images (diffusers 0.42)
-            return own(prompt_embeds_mask=prompt_embeds_mask, image_pad_mask=prompt_embeds_mask == 2, **given)
+            return original_encode_prompt(
+                prompt_embeds_mask=prompt_embeds_mask, image_pad_mask=prompt_embeds_mask == 2, **arguments
+            )
 
-        own = pipeline.encode_prompt
+        original_encode_prompt = pipeline.encode_prompt
         with encoding_by(pipeline, encode), super().generation_context(pipeline, images):
             yield
 

@@ -54,15 +54,19 @@ class UnlistedFamily(Family):
         missing = f"There is no family class for {self.name}"
         parameters = inspect.signature(kind.__call__).parameters
         has = {*inspect.signature(kind.__init__).parameters, *parameters, *dir(kind)}
-        problems = [f"it has no `{name}`" for name in _REQUIRED if name not in has]
-        for name, each in parameters.items():
-            is_needed = each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name != "self"
+        reasons = [f"it has no `{name}`" for name in _REQUIRED if name not in has]
+        for name, parameter in parameters.items():
+            is_needed = (
+                parameter.default is parameter.empty
+                and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+                and name != "self"
+            )
             if name in _REFUSED_ARGUMENTS or is_needed and name not in _REQUIRED_ARGUMENTS:
-                problems.append(f"its call takes `{name}`")
-        if problems:
+                reasons.append(f"its call takes `{name}`")
+        if reasons:
             raise ValueError(
                 f"{missing}, and only pipelines that generate images of a given size from text can be trained without "
-                f"one: {', '.join(problems)}. Write one: {GUIDE}."
+                f"one: {', '.join(reasons)}. Write one: {GUIDE}."
             )
         if isinstance(pipeline, str):
             return
@@ -91,13 +95,13 @@ class UnlistedFamily(Family):
         results: list[Any] = []
 
         def encode(*args, **kwargs) -> Any:
-            results.append(own(*args, **kwargs))
+            results.append(original_encode_prompt(*args, **kwargs))
             return results[-1]
 
         def stop(module: torch.nn.Module, args: tuple) -> None:
             raise TransformerReachedError
 
-        own, size = pipeline.encode_prompt, self.size_multiple(pipeline)
+        original_encode_prompt, size = pipeline.encode_prompt, self.size_multiple(pipeline)
         handle = pipeline.transformer.register_forward_pre_hook(stop, prepend=True)
         arguments = self.call_arguments(size, size, self._guidance_scale, [])
         generator = torch.Generator().manual_seed(0)  # leaves torch's random state unchanged
@@ -129,7 +133,9 @@ class UnlistedFamily(Family):
         return arguments if self.takes_guidance else {"height": height, "width": width}
 
     def combine(self, outputs, guidance_scale, sample, detach_unconditional=False):
-        shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in outputs]
+        shapes = [
+            tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__ for output in outputs
+        ]
         if shapes == [tuple(sample.shape)]:
             return outputs[0]
         raise ValueError(

@@ -35,7 +35,7 @@ class ZImageFamily(Family):
 
     def branches(self, outputs, sample):
         (output,) = outputs  # a list of B or 2 B tensors (channels, 1, height, width)
-        velocity = -torch.stack([each.float() for each in output]).squeeze(2)
+        velocity = -torch.stack([tensor.float() for tensor in output]).squeeze(2)
         if len(velocity) == len(sample):
             return velocity, None
         return velocity[: len(sample)], velocity[len(sample) :]
