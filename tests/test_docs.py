@@ -159,7 +159,7 @@ class TestSnippets:
 
 class TestOptions:
     def test_configs_of_the_paper_index_are_valid(self, tmp_path):
-        calls = [call for _, code in blocks(ROOT / "docs" / "objectives.md", "python") for call in config_calls(code)]
+        calls = [call for _, code in blocks(ROOT / "docs" / "method.md", "python") for call in config_calls(code)]
         assert len(calls) == 11
         for call in calls:
             settings = {keyword.arg: eval(ast.unparse(keyword.value)) for keyword in call.keywords}

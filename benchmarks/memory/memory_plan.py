@@ -319,7 +319,7 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
 
 
 def markdown(cells: list[dict]) -> str:
-    """The table of docs/hardware.md: the largest micro-batch with and without gradient checkpointing."""
+    """The table of docs/my_card.md: the largest micro-batch with and without gradient checkpointing."""
     cards = [f"{count} x {memory}" for count in (1, 8) for memory in (24, 48, 80, 141)]
     lines = ["| model | size | weights | " + " | ".join(cards) + " |", "|---" * (3 + len(cards)) + "|"]
     key = lambda cell: (cell["model"], cell["resolution"], cell["quantization"])  # noqa: E731
@@ -335,7 +335,7 @@ RATES = {24: 165, 48: 362, 80: 989, 141: 989}
 
 
 def seconds(cells: list[dict]) -> str:
-    """The second table of docs/hardware.md: a round of 672 images at 31 % of these rates, see docs/hardware.md."""
+    """A table of benchmarks/speed/README.md: a round of 672 images at 31 % of these rates."""
     lines = [
         f"| model | size | TFLOP of a step | {' | '.join(f'1 x {memory}' for memory in RATES)} | 8 x 80 |",
         "|---" * 8 + "|",
