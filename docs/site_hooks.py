@@ -187,3 +187,12 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri.startswith("reference/"):
         return markdown
     return render_page(markdown, page.file.src_uri, config.repo_url)
+
+
+def on_page_content(html, page, config, files):
+    """Keep an option in one piece, which a browser would break after its hyphens."""
+
+    def keep(code: re.Match) -> str:
+        return re.sub(r"--\w+", r'<span class="option">\g<0></span>', code[0])
+
+    return re.sub(r"<code>[^<]*--[^<]*</code>", keep, html)

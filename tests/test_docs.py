@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -105,25 +104,28 @@ class TestSnippets:
         assert "ratio 1.0" in printed  # of the page that docs/families.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
-    # On the CPU nothing is quantized by diffusers
-    @pytest.mark.parametrize("recipe", ["", "--config flux.1-dev-24gb --quantization None"])
-    @pytest.mark.slow
-    def test_the_command_of_the_readme_needs_no_clone(self, recipe, tmp_path):
-        assert recipe.partition(" --quant")[0] in text_of(ROOT / "README.md")
-        (code,) = [code for _, code in blocks(ROOT / "README.md", "bash") if code.startswith("printf")]
-        write, train = code.replace("\\\n", " ").splitlines()
-        subprocess.run(["bash", "-c", write], cwd=tmp_path, check=True)
-        command, *words = shlex.split(train)
-        weights = ROOT / "examples/miniature/weights"
-        toy = f"--model_name_or_path {weights / 'flux'} --clip_model {weights / 'clip'} --use_cpu --bf16 False"
-        toy += " --guidance_scale 1 --num_generations 2 --height 64 --width 64 --num_inference_steps 3 --max_steps 2"
-        words += f"{recipe} {toy}".split()
-        if recipe:
-            checked = launching.check_run(["-m", "paco_trl.commands.main", "doctor", *words], cwd=tmp_path)
-            assert "failed" not in checked and "warning" not in checked
-        launching.check_run(["-m", "paco_trl.commands.main", *words], cwd=tmp_path)
-        assert command == "paco-trl"
-        assert (tmp_path / "paco-flux" / "pytorch_lora_weights.safetensors").is_file()
+    def test_the_commands_of_the_speedrun_are_those_of_its_script(self):
+        """It is run by tests/test_examples.py; the pages show it with a name, and may leave options out."""
+
+        def commands_in(code: str) -> dict[tuple[str, str], list[set[str]]]:
+            lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
+            found: dict[tuple[str, str], list[set[str]]] = {}
+            for words in lines:
+                if words[:1] in (["paco-trl"], ["hf"]) and words[1] != "auth":
+                    found.setdefault((words[0], words[1]), []).append({*words[2:]})
+            return found
+
+        text = text_of(ROOT / "examples" / "speedrun.sh").replace(
+            "${EVALUATION:---judge_quantization nf4}", "--judge_quantization nf4"
+        )
+        script = commands_in(text.replace("$repository", "USER/paco-klein").replace("$name", "paco-klein"))
+        assert len(script) == 5
+        for page, number in (("README.md", 3), ("docs/speedrun.md", 5)):
+            shown = [commands_in(code) for _, code in blocks(ROOT / page, "bash") if "demo" in code or "push" in code]
+            shown = [(name, words) for found in shown for name, each in found.items() for words in each]
+            assert len({name for name, _ in shown}) == number
+            for name, words in shown:
+                assert words <= script[name][0], f"{page}: {name}"
 
     @pytest.mark.parametrize("code", PYTHON_BLOCKS)
     def test_python_compiles_and_what_it_imports_and_sets_exists(self, code):
