@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contact sheets of training: each round and evaluation has one, also at the trackers and on the card."""
 
+import zipfile
+
 import pytest
 from transformers import TrainerCallback
 
+from paco_trl.plots.trackers import send_to_trackers
 from paco_trl.trainer import callbacks
+from testing_utils import noise
 
 
 @pytest.fixture
@@ -56,6 +60,35 @@ def test_trackers_get_each_sheet_with_its_step(make, monkeypatch, prompts):
     trainer.train()
     sheets = [each for each in sent[2:] if each != "log"]
     assert sheets == [("contact_sheet", 0), ("contact_sheet", 1), "the end"]
+
+
+@pytest.mark.parametrize("package", ["mlflow", "comet_ml", "swanlab"])
+def test_an_image_at_a_tracker_that_few_use(package, tmp_path, monkeypatch):
+    """By the real packages, where they are installed, and offline: each has a run, as transformers' callbacks start it."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = pytest.importorskip(package)
+    name = {"mlflow": "MLflow", "comet_ml": "Comet", "swanlab": "SwanLab"}[package]
+    callback = type(f"{name}Callback", (TrainerCallback,), {})()
+    if package != "swanlab":  # no run, no image: it may have ended
+        send_to_trackers(noise(0), "eval/wrong_pairs", 3, [callback])
+    if package == "mlflow":
+        tracker.set_tracking_uri(tmp_path.as_uri())
+        tracker.set_experiment("sheets")
+        tracker.start_run()
+    elif package == "comet_ml":
+        config = tracker.ExperimentConfig(offline_directory=str(tmp_path))
+        run = tracker.start(api_key="none", online=False, experiment_config=config)
+    else:
+        run = tracker.init(mode="offline", logdir=str(tmp_path))
+    send_to_trackers(noise(0), "eval/wrong_pairs", 3, [callback])
+    send_to_trackers(noise(1), "eval/wrong_pairs", 3, [])
+    tracker.end_run() if package == "mlflow" else run.end() if package == "comet_ml" else tracker.finish()
+    if package == "comet_ml":
+        (archive,) = tmp_path.glob("*.zip")
+        zipfile.ZipFile(archive).extractall(tmp_path)
+        assert '"eval/wrong_pairs' in (tmp_path / "messages.json").read_text().replace("\\/", "/")
+    images = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x89PNG"]
+    assert len(images) == 1
 
 
 def test_a_sheet_that_cannot_be_saved_stops_training_with_its_message(make, monkeypatch):

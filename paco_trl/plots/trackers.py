@@ -3,22 +3,37 @@
 
 import numpy as np
 from PIL import Image
-from transformers import TrainerCallback, is_trackio_available, is_wandb_available
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
     """Send an image to those trackers, among a trainer's callbacks, that show images."""
-    names = {type(callback).__name__ for callback in callbacks}
+    trackers = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}  # DagsHub's is MLflow's
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             callback.tb_writer.add_image(name, np.asarray(sheet), step, dataformats="HWC")
-    if "WandbCallback" in names and is_wandb_available():
+    # The others are imported where their callback is, which needs them
+    if "WandbCallback" in trackers:
         import wandb
 
         if wandb.run is not None:
             wandb.log({name: wandb.Image(sheet), "train/global_step": step})
-    if "TrackioCallback" in names and is_trackio_available():
+    if "TrackioCallback" in trackers:
         import trackio
 
         trackio.log({name: trackio.Image(np.asarray(sheet)), "train/global_step": step})
+    if "MLflowCallback" in trackers:
+        import mlflow
+
+        if mlflow.active_run() is not None:
+            mlflow.log_image(sheet, key=name, step=step)
+    if "SwanLabCallback" in trackers:
+        import swanlab
+
+        swanlab.log({name: swanlab.Image(sheet)}, step=step)
+    if "CometCallback" in trackers:
+        import comet_ml
+
+        if (experiment := comet_ml.get_running_experiment()) is not None:
+            experiment.log_image(sheet, name=name, step=step)
