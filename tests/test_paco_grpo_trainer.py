@@ -476,7 +476,7 @@ class TestSteps:
 
     def test_order_of_prompts_depends_on_the_seed_only(self, make_trainer):
         trainers = make_trainer(), make_trainer(), make_trainer(seed=7)
-        orders = [[trainer.schedule.rows(index) for index in range(6)] for trainer in trainers]
+        orders = [[trainer.schedule.row_numbers(index) for index in range(6)] for trainer in trainers]
         assert orders[0] == orders[1] != orders[2]
         for epoch in (orders[0][:3], orders[0][3:]):
             assert sorted(sum(epoch, [])) == list(range(12))  # each prompt once an epoch
@@ -509,7 +509,7 @@ class TestCallbacks:
 
         trainer = make_small(max_steps=4, callbacks=[Watch()])
         trainer.train()
-        rows = [[row for row in trainer.schedule.rows(index) for _ in range(4)] for index in (0, 1)]
+        rows = [[row for row in trainer.schedule.row_numbers(index) for _ in range(4)] for index in (0, 1)]
         assert Watch.seen == [(0, 0, rows[0]), (1, 2, rows[1])]
         assert logs_with(trainer, "watched") == [8.0] * 4
         assert trainer.round.completions[0].image is None  # nothing keeps the images of a round

@@ -285,7 +285,7 @@ class TestCeilings:
             return [0.81, 0.82, 0.83, 0.84] if prompts[0] == alike else [0.1, 0.9, 0.2, 0.8]
 
         trainer = make_trainer(reward_funcs=reward, **settings)
-        alike = trainer.train_dataset["prompt"][trainer.schedule.rows(0)[0]]
+        alike = trainer.train_dataset["prompt"][trainer.schedule.row_numbers(0)[0]]
         trainer.state.max_steps = 2
         buffer = trainer._generate_and_score_completions(0)
         assert buffer.metrics["frac_groups_uninformative"] == 1 - taught / 4

@@ -168,7 +168,7 @@ class TestRounds:
         schedule, epochs = RoundSchedule(args, lengths), []
         for epoch in range(2):
             first = epoch * schedule.rounds_per_epoch
-            rounds = [schedule.rows(first + index) for index in range(schedule.rounds_per_epoch)]
+            rounds = [schedule.row_numbers(first + index) for index in range(schedule.rounds_per_epoch)]
             counts = [sum(lengths[row] for row in rows) for rows in rounds]
             assert len({row for rows in rounds for row in rows}) == sum(map(len, rounds))
             assert max(counts) <= 24 and max(counts) - min(counts) <= 6
@@ -177,8 +177,8 @@ class TestRounds:
         # Rows of one length are slices of the permutation, as they were before there were sets
         ones, twos = (RoundSchedule(args, [length] * 50) for length in (1, 2))
         assert (ones.rows_per_round, twos.rows_per_round) == (24, 12)
-        taken = [row for index in range(2) for row in ones.rows(index)]
-        assert taken == [row for index in range(4) for row in twos.rows(index)]
+        taken = [row for index in range(2) for row in ones.row_numbers(index)]
+        assert taken == [row for index in range(4) for row in twos.row_numbers(index)]
 
     def test_images_and_completions(self):
         rows = PromptRows(sets(2, 3, 2), settings(), "it")
@@ -277,7 +277,7 @@ def test_training(make_trainer, tmp_path, changes):
 
 
 def test_other_sets_take_the_place_of_dull_ones(make_trainer):
-    first = make_trainer(**SETTINGS).schedule.rows(0)
+    first = make_trainer(**SETTINGS).schedule.row_numbers(0)
     dull = [f"Theme {row}." for row in first]
 
     def reward(prompts, panel_images, theme, **kwargs):
@@ -295,7 +295,7 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
         number: 32 * lengths[final[number // 4]] for number in range(8)
     }
     twin = make_trainer(**SETTINGS | {"reward_funcs": reward})
-    twin.schedule.rows = lambda round_index: final
+    twin.schedule.row_numbers = lambda round_index: final
     assert buffer.metrics["prompts_resampled"] == 2
     for entry, expected in zip(entries_of(buffer), entries_of(round_of(twin)), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()

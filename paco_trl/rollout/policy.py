@@ -109,7 +109,7 @@ class Policy:
             recording ([`Recording`]):
                 What is recorded of each batch.
         """
-        rows, in_turn = round.rows, round.rows_of(batches)
+        rows, in_turn = round.rows, round.row_numbers_of(batches)
         gather = gather_object if is_collective else list
         encode_anchor = functools.cache(self._encode_anchor)
         ordered = round.in_order(batches, gather)

@@ -167,7 +167,7 @@ class Round:
             for sample in completion.samples:
                 vars(sample).update(self._origin(row_number, sample.panel, sample.generation))
 
-    def rows_of(self, batches: list[Batch]) -> list[int]:
+    def row_numbers_of(self, batches: list[Batch]) -> list[int]:
         """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
         row_numbers = [sample.row_number for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:

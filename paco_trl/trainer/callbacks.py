@@ -99,7 +99,7 @@ class ContactSheetsCallback(TrainerCallback):
         name: str,
         title: str,
         rows: PromptRows,
-        numbers: list[int],
+        row_numbers: list[int],
         shown: ScoredImages,
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
@@ -109,7 +109,10 @@ class ContactSheetsCallback(TrainerCallback):
             return
         sources = None
         if rows.sources is not None:
-            sources = {place: rows.images(number) for place, number in enumerate(numbers[:MAX_PROMPTS])}
-        prompts, folder = [rows.prompts[number] for number in numbers], Path(args.output_dir) / "contact_sheets"
+            sources = {
+                position: rows.images(row_number) for position, row_number in enumerate(row_numbers[:MAX_PROMPTS])
+            }
+        prompts = [rows.prompts[row_number] for row_number in row_numbers]
+        folder = Path(args.output_dir) / "contact_sheets"
         sheet = save_scored_sheet(folder, name, title, prompts, shown, before, sources)
         send_to_trackers(sheet, tracker_name, state.global_step, self.trackers)

@@ -135,7 +135,7 @@ def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
     # Smaller images are not tiled. Some VAEs have a size for each side
     size = getattr(vae, "tile_sample_min_size", math.inf)
     tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
-    height, width = max(rows.training_sizes, key=lambda each: max(each[0] / tile[0], each[1] / tile[1]))
+    height, width = max(rows.training_sizes, key=lambda size: max(size[0] / tile[0], size[1] / tile[1]))
     if not (is_tiled or getattr(vae, "use_tiling", False)) or height <= tile[0] and width <= tile[1]:
         return
     logger.warning(  # https://github.com/XueZeyue/DanceGRPO/issues/117

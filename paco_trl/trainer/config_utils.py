@@ -114,17 +114,17 @@ def check_trackers(args: Any) -> None:
 
 def check_optimizer(args: TrainingArguments) -> None:
     """Refuse an optimizer or a schedule that Trainer would refuse when the models are loaded."""
-    given = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"
+    settings = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"
     try:
         if not args.optim_target_modules:  # names of the model's layers
             Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(1, 1))
-        given = (
+        settings = (
             f"`lr_scheduler_type` is {args.lr_scheduler_type!r} and `lr_scheduler_kwargs` {args.lr_scheduler_kwargs!r}"
         )
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], args.learning_rate)
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
     except (ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from error
+        raise ValueError(f"{settings}: {error}") from error
 
 
 def copy_config(args: Config) -> Config:
@@ -165,8 +165,8 @@ def help_from_docstring(config: ConfigClass) -> ConfigClass:
         for pattern, shown in _MARKUP:
             text = re.sub(pattern, shown, text)
         help_of |= dict.fromkeys(re.findall(r"(\w+) \(`", names), text.replace("%", "%%"))  # argparse formats it
-    own = help_of.keys() & inspect.get_annotations(config).keys()
+    documented = help_of.keys() & inspect.get_annotations(config).keys()
     for field in dataclasses.fields(config):
-        if field.name in own:
+        if field.name in documented:
             field.metadata = MappingProxyType({**field.metadata, "help": help_of[field.name]})
     return config

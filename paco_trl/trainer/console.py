@@ -97,9 +97,9 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
 
 def use_console(trainer: Trainer) -> None:
     """Put the console in the place of what Trainer has added last, its bars and its lines of all metrics."""
-    for place, callback in reversed(list(enumerate(trainer.callback_handler.callbacks))):
+    for index, callback in reversed(list(enumerate(trainer.callback_handler.callbacks))):
         if type(callback) in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-            trainer.callback_handler.callbacks[place] = ConsoleCallback()
+            trainer.callback_handler.callbacks[index] = ConsoleCallback()
             return
 
 
@@ -119,15 +119,15 @@ def _peak_memory(device: torch.device) -> int:
 
 def _fit(labels: Iterable[str], columns: int) -> dict[str, int]:
     """Choose the widths of the columns of a line, and leave out columns where there are too many."""
-    rewards, others = [label for label in labels if label not in _WIDTHS], _WIDTHS.keys() & {*labels}
+    rewards, metrics = [label for label in labels if label not in _WIDTHS], _WIDTHS.keys() & {*labels}
     for spared in (None, *_SPARED):
-        others -= {spared}
-        room = columns - sum(len(_GAP) + _WIDTHS[label] for label in others)
+        metrics -= {spared}
+        room = columns - sum(len(_GAP) + _WIDTHS[label] for label in metrics)
         width = room // max(len(rewards), 1) - len(_GAP)
         if width >= _LEAST:
             break
     widths = dict.fromkeys(rewards, min(max(width, _LEAST), _MOST)) | _WIDTHS
-    return {label: width for label, width in widths.items() if label in rewards or label in others}
+    return {label: width for label, width in widths.items() if label in rewards or label in metrics}
 
 
 def _shortened(label: str, width: int) -> str:

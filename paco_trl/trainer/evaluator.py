@@ -93,7 +93,7 @@ class Evaluator:
         mine = round.batches[accelerator.process_index]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        policy.encoder.encode(rows, round.rows_of(mine)[:ROWS_AHEAD])
+        policy.encoder.encode(rows, round.row_numbers_of(mine)[:ROWS_AHEAD])
         with self.scorer.scoring(round, state) as scoring, policy.on_device(engine):
             for finished in policy.rollout(round, mine, args.num_inference_steps_eval, progress=progress):
                 scoring.add(finished)
@@ -107,7 +107,7 @@ class Evaluator:
         check_scored(self.rewards, scores.rewards, args.max_excluded_images)
         logged = scores.metrics | image_metrics(measured, generations)
         by_number = dict(gather_object(artifacts))
-        all_artifacts = torch.tensor([by_number[number] for number in sorted(by_number)], dtype=torch.float64)
+        all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_number.items())], dtype=torch.float64)
         total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
         return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, logged, shown)
 
@@ -119,12 +119,12 @@ class Evaluator:
         # A batch crosses prompts where one call of the pipeline can generate it
         crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
         groups: dict[Any, list[tuple[int, Sample]]] = defaultdict(list)
-        for place, sample in enumerate(round.samples):
-            groups[sample.size if crosses else sample.prompt_number].append((place, sample))
+        for position, sample in enumerate(round.samples):
+            groups[sample.size if crosses else sample.prompt_number].append((position, sample))
         size = args.per_device_eval_batch_size
         batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
         dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]
-        padding = [dealt[place % len(dealt)].without_completions() for place in range(-len(dealt) % processes)]
+        padding = [dealt[index % len(dealt)].without_completions() for index in range(-len(dealt) % processes)]
         round.batches = [[*dealt, *padding][process::processes] for process in range(processes)]
         return round
 
@@ -179,7 +179,7 @@ def evaluation_metrics(
     # Undefined values, such as the deviation of one image or the interval of one prompt, are left out
     metrics: dict[str, float] = {}
     prefixes = [*(f"rewards/{name}/" for name in names), "reward_", "grid_artifact_"]
-    columns = [[*each.rewards.T, each.total, each.grid_artifacts] for each in (after, before) if each is not None]
+    columns = [[*e.rewards.T, e.total, e.grid_artifacts] for e in (after, before) if e is not None]
     for prefix, values, baseline in zip_longest(prefixes, *columns, *[[]] * (2 - len(columns))):
         mean_name = prefix + "mean" if prefix.endswith("/") else prefix[:-1]
         _add_mean(metrics, mean_name, prefix + "ci", values, generations)
@@ -214,7 +214,7 @@ def _add_mean(
         metrics[name] = values[valid].mean().item()
     if interval is None or not valid.any():
         return
-    low, high = bootstrap_interval(values.tolist(), groups=[number // generations for number in range(len(values))])
+    low, high = bootstrap_interval(values.tolist(), groups=[index // generations for index in range(len(values))])
     if not math.isnan(low):
         metrics[f"{interval}_low"], metrics[f"{interval}_high"] = low, high
 
@@ -231,12 +231,12 @@ def save_baseline(path: Path, key: str, baseline: Evaluation) -> None:
 
 def load_baseline(path: Path, key: str) -> Evaluation | None:
     """Load the baseline with this key on every process, or return `None`."""
-    found: list[dict | None] = [None]
+    contents: list[dict | None] = [None]
     if PartialState().is_main_process and path.exists():
         content = torch.load(path, weights_only=True)
         if content.pop("key") == key:
-            pictures = {number: Image.fromarray(each.numpy()) for number, each in content["pictures"].items()}
+            pictures = {number: Image.fromarray(pixels.numpy()) for number, pixels in content["pictures"].items()}
             extra, logged = json.loads(content["extra"])
-            found = [content | {"pictures": pictures, "extra": extra, "logged": logged}]
-    broadcast_object_list(found)
-    return None if found[0] is None else Evaluation(**found[0])
+            contents = [content | {"pictures": pictures, "extra": extra, "logged": logged}]
+    broadcast_object_list(contents)
+    return None if contents[0] is None else Evaluation(**contents[0])

@@ -17,17 +17,17 @@ def token_weights(
     if first_token_weight is None:
         return torch.ones_like(length), torch.ones_like(length)
     first = torch.full_like(length, first_token_weight)
-    others = (1 - first_token_weight) / (length - 1).clamp(min=1)
+    rest = (1 - first_token_weight) / (length - 1).clamp(min=1)
     if variant == "released":
-        return first, others * length
-    return torch.where(length == 1, 1.0, first), others  # n = 1: the decision has the full weight
+        return first, rest * length
+    return torch.where(length == 1, 1.0, first), rest  # n = 1: the decision has the full weight
 
 
 def first_token_weights(mask: torch.Tensor, first_token_weight: float | None, variant: str = "paper") -> torch.Tensor:
     """Compute the weight of each token in the loss, of shape (B, T) and 0 outside of the mask."""
     is_first = mask & (mask.cumsum(dim=1) == 1)
-    first, others = token_weights(mask.sum(dim=1, keepdim=True), first_token_weight, variant)  # (B, 1)
-    return torch.where(is_first, first, others) * mask
+    first, rest = token_weights(mask.sum(dim=1, keepdim=True), first_token_weight, variant)  # (B, 1)
+    return torch.where(is_first, first, rest) * mask
 
 
 def num_loss_items(length: torch.Tensor, first_token_weight: float | None, variant: str = "paper") -> torch.Tensor:

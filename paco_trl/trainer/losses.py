@@ -376,8 +376,8 @@ def predicted_deviation(
     # The step's mean moves by k * S * d * n, where S is its standard deviation, d the difference and n normal: the
     # log-ratio is the mean of k * d * n * eps - (k * d * n)^2 / 2 over the latent's N elements, of standard deviation
     # k * d / sqrt(N). GRPO-Guard's normalized ratio is S times that
-    one = torch.ones(1, 1)
+    unit = torch.ones(1, 1)
     # Of the sample 0 the mean is the coefficient of the velocity
-    step = sde_step(one, 0 * one, sigma, sigma_next, noise_level, sde_type, one, sigma_max)
+    step = sde_step(unit, 0 * unit, sigma, sigma_next, noise_level, sde_type, unit, sigma_max)
     std = 1 if is_normalized else step_std(step.std, sigma, sigma_next, sde_type).item()
     return abs(step.mean.item()) * difference / std / math.sqrt(num_elements)

@@ -99,8 +99,8 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
         arguments = {key: value for key, value in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
-    has_own = "negative_prompt" in rows.dataset.column_names
-    arguments["negative_prompt"] = rows.negative_prompts[0] if has_own else args.negative_prompt
+    has_column = "negative_prompt" in rows.dataset.column_names
+    arguments["negative_prompt"] = rows.negative_prompts[0] if has_column else args.negative_prompt
     return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
 
@@ -142,10 +142,10 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
     output_dir = Path(args.output_dir)
 
     # Those of later steps are an earlier run's. Evaluations are of the average
-    def latest(pattern: str, steps_of_one: int, end: int) -> Path | None:
+    def latest(pattern: str, steps_per_number: int, end: int) -> Path | None:
         sheets = (output_dir / "contact_sheets" / CARD).glob(pattern)
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
-        return max(((n, path) for n, path in numbered if n * steps_of_one < end), default=(None, None))[1]
+        return max(((n, path) for n, path in numbered if n * steps_per_number < end), default=(None, None))[1]
 
     pictures: dict[str, Path | None] = {"curves.png": output_dir / "curves.png"}
     if args.log_completions:

@@ -168,10 +168,10 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
     """Compute the metrics of an evaluation; AUROC is left out when all pairs have the same answer."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
     length = num_reasoning + 1
-    first, others = token_weights(length, first_token_weight, loss_variant)
+    first, rest = token_weights(length, first_token_weight, loss_variant)
     num_items = num_loss_items(length, first_token_weight, loss_variant).item()
     metrics = {
-        "loss": (first * decision_loss + others * reasoning_loss).sum().item() / num_items,
+        "loss": (first * decision_loss + rest * reasoning_loss).sum().item() / num_items,
         "ece": expected_calibration_error(p_yes.numpy(), is_yes.numpy()),
     }
     sums = decision_sums(decisions).items()

@@ -124,8 +124,8 @@ class PushesToHub(Trainer):
     def _refuse_foreign(self, folder: str | Path) -> None:
         """Refuse to save over files of the user's, on all processes."""
         foreign = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
-        if found := next(filter(None, foreign), None):
-            raise ValueError(found)
+        if message := next(filter(None, foreign), None):
+            raise ValueError(message)
 
     def _save_with_card(self, **kwargs) -> None:
         self.save_model(_internal_call=True)

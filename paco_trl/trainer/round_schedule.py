@@ -82,7 +82,7 @@ class RoundPlan:
         size = self.rollout_batch_size
         batches = [Batch(by_size[first : first + size]) for first in range(0, len(by_size), size)]
         sizes = [{sample.size for sample in batch.samples} for batch in batches]
-        mixed = next((found for found in sizes if len(found) > 1), None)
+        mixed = next((batch_sizes for batch_sizes in sizes if len(batch_sizes) > 1), None)
         if mixed is not None:
             raise ValueError(
                 f"A batch of {size} would hold sizes {sorted(mixed)}: with several in a dataset, "
@@ -93,10 +93,10 @@ class RoundPlan:
         # them by size, so that the processes work on equal sizes at a time
         order = np.random.default_rng(permutation_seed).permutation(len(batches))
         per_step = order.reshape(self.num_optimizer_steps, -1)
-        in_order = [sorted(step, key=lambda number: batches[number].samples[0].size) for step in per_step.tolist()]
+        in_order = [sorted(step, key=lambda i: batches[i].samples[0].size) for step in per_step.tolist()]
 
         # 3. Batch i goes to process i mod num_processes
-        dealt = [batches[number] for step in in_order for number in step]
+        dealt = [batches[i] for step in in_order for i in step]
         return [dealt[process :: self.num_processes] for process in range(self.num_processes)]
 
 
@@ -143,16 +143,16 @@ def plan_round(
         "steps_per_generation": (steps_per_generation, trained),
         "gradient_accumulation_steps": (gradient_accumulation_steps, trained / steps),
     }
-    given = {name: value for name, (value, _) in requested.items() if value is not None}
+    settings = {name: value for name, (value, _) in requested.items() if value is not None}
     are_equal = all(value in (None, planned) for value, planned in requested.values())
-    if given.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
+    if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
         are_equal = True  # the prompts may be rounded up
     if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
         below, above = int(images // unit * unit), int(-(-images // unit) * unit)
-        nearest = " or ".join(str(each // num_generations) for each in dict.fromkeys((below, above)) if each)
+        nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
         rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
         raise ValueError(
-            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in given.items())}, with "
+            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
             f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
             f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
             f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
@@ -177,7 +177,7 @@ def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
     """Return the largest number of rows, of these numbers of prompts, that fit a round whichever they are; 0 if none do."""
     longest = np.sort(lengths)[::-1]
     for count in range(min(len(longest), num_prompts), 0, -1):
-        # `RoundSchedule.rows` gives a round one row of each stretch of as many rows as there are rounds
+        # `RoundSchedule.row_numbers` gives a round one row of each stretch of as many rows as there are rounds
         rounds = len(longest) // count
         if longest[: count * rounds : rounds].sum() <= num_prompts:
             return count
@@ -213,7 +213,7 @@ class RoundSchedule:
         self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations
         self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
-    def rows(self, round_index: int) -> list[int]:
+    def row_numbers(self, round_index: int) -> list[int]:
         """Return the row numbers of a round: part of a permutation that changes with each epoch."""
         epoch, position = divmod(round_index, self.rounds_per_epoch)
         rounds, count = self.rounds_per_epoch, self.rows_per_round
@@ -226,19 +226,19 @@ class RoundSchedule:
         dealt = dealt[np.argsort(-self.lengths[dealt], kind="stable")]
         return dealt.reshape(count, rounds)[:, position].tolist()
 
-    def other_rows(self, round_index: int) -> list[int]:
-        """Return the rows that are not in a round, in the order in which they take the place of some that are."""
+    def other_row_numbers(self, round_index: int) -> list[int]:
+        """Return the numbers of the rows that are not in a round, in the order in which they replace some that are."""
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
-        taken = set(self.rows(round_index))
-        return [row for row in order.tolist() if row not in taken]
+        taken = set(self.row_numbers(round_index))
+        return [row_number for row_number in order.tolist() if row_number not in taken]
 
-    def remaining_rows(self, max_steps: int, first_round: int) -> list[int]:
-        """Return the rows that the rest of a run needs."""
+    def remaining_row_numbers(self, max_steps: int, first_round: int) -> list[int]:
+        """Return the numbers of the rows that the rest of a run needs."""
         needed = set()
         for round_index in range(first_round, -(-max_steps // self.optimizer_steps_per_round)):
-            needed.update(self.rows(round_index))
+            needed.update(self.row_numbers(round_index))
             if len(needed) == self.num_rows:
                 break
         return sorted(needed)
@@ -251,7 +251,7 @@ class RoundSchedule:
 
     def describe_unused(self) -> str:
         """Say how many rows are in no round of the run, if any are."""
-        unused = self.num_rows - len(self.remaining_rows(self.max_steps, 0))
+        unused = self.num_rows - len(self.remaining_row_numbers(self.max_steps, 0))
         rounds = math.ceil(self.max_steps / self.optimizer_steps_per_round)
         repeated = "" if self.args.shuffle_dataset else ", in each epoch the same (`shuffle_dataset`)"
         text = f" {unused} of {self.num_rows} rows are in none of the run's {rounds} round(s) of {self.rows_per_round}"
@@ -279,8 +279,8 @@ class TrainingRound(Round):
         self, schedule: RoundSchedule, rows: PromptRows, index: int, process_index: int, global_step: int = 0
     ):
         seed, plan = schedule.args.seed, schedule.plan
-        key, numbers = (seed, STREAMS["training"], index), schedule.rows(index)
-        super().__init__(rows, numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
+        key, row_numbers = (seed, STREAMS["training"], index), schedule.row_numbers(index)
+        super().__init__(rows, row_numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
         self.index, self.plan, self.sde, self.global_step = index, plan, schedule.sde(index), global_step
         self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
         self.mine = self.batches[process_index]
@@ -325,8 +325,8 @@ class TrainingRound(Round):
     def micro_step(self, position: int) -> tuple[Batch, RecordedStep, float]:
         """Return a micro-batch, one of its steps, and the number of completions that the optimizer step trains."""
         position %= self.plan.steps_per_generation  # `num_iterations` passes
-        place, step = divmod(position, self.plan.num_trained_steps)
-        batch = self.micro_batches[place]
+        batch_number, step = divmod(position, self.plan.num_trained_steps)
+        batch = self.micro_batches[batch_number]
         return batch, batch.steps[step], self.num_trained[position // self.plan.gradient_accumulation_steps]
 
     @property
@@ -352,14 +352,14 @@ class TrainingRound(Round):
         self, state: dict[str, Any], step_class: type[RecordedStep], device: torch.device, is_offloaded: bool
     ) -> None:
         """Restore the pending round of a checkpoint, which was dealt to as many processes."""
-        for group, (number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):
-            if number != saved:
+        for group, (row_number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):
+            if row_number != saved:
                 self.replace(group, saved)
         for name in ("global_step", "num_trained", "metrics", "seconds"):
             setattr(self, name, state[name])
         size, samples = self.plan.batch_size, [sample for batch in self.mine for sample in batch.samples]
-        for place, saved in enumerate(state["batches"]):
-            batch = Batch(samples[place * size : (place + 1) * size])
+        for batch_number, saved in enumerate(state["batches"]):
+            batch = Batch(samples[batch_number * size : (batch_number + 1) * size])
             for sample, advantage, weight in zip(batch.samples, saved["advantages"], saved["weights"], strict=True):
                 sample.advantage, sample.weight = advantage, weight
             for step in saved["steps"]:

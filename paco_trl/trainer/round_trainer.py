@@ -462,12 +462,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _encode(self, round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
         """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
-        numbers, scale = round.rows_of(batches or round.mine), self.args.resolution_scale
+        row_numbers, scale = round.row_numbers_of(batches or round.mine), self.args.resolution_scale
         following = range(round.index + 1, min(round.index + ROUNDS_AHEAD, self._num_rounds))
         rounds = map(self._plan_round, following)
-        ahead = itertools.chain.from_iterable(later.rows_of(later.mine) for later in rounds)
-        self.policy.encoder.encode(self.train_rows, numbers, scale, ahead)
-        return self.policy.encoder.fetch(round, numbers, scale)
+        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.mine) for later in rounds)
+        self.policy.encoder.encode(self.train_rows, row_numbers, scale, ahead)
+        return self.policy.encoder.fetch(round, row_numbers, scale)
 
     def _generate_and_score_completions(self, index: int) -> TrainingRound:
         """Plan a round, roll it out while it is scored, and compare its completions: advantage and weight of each sample."""
@@ -551,7 +551,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Put other prompts in the place of those that teach nothing, and generate and score them; return their number."""
         started, rank, count = time.perf_counter(), self.accelerator.process_index, 0
         sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
-        others = self.schedule.other_rows(round.index)
+        other_row_numbers = self.schedule.other_row_numbers(round.index)
         for _ in range(self.args.max_resample_times):
             replaced = set()
             # One that lacks rewards stays: failures are counted, and may stop the run
@@ -560,9 +560,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             )
             total = self.rewards.total(scores.rewards, self.num_generations)
             for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
-                if row := [row for row in others if sizes[row] == sizes[round.row_numbers[group]]][:1]:
-                    others.remove(row[0])
-                    round.replace(group, row[0])
+                size = sizes[round.row_numbers[group]]
+                if candidates := [row_number for row_number in other_row_numbers if sizes[row_number] == size]:
+                    other_row_numbers.remove(candidates[0])
+                    round.replace(group, candidates[0])
                     replaced.add(group)
             if not replaced:
                 break
@@ -571,8 +572,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             # Every process generates as many batches: one that has fewer repeats another's, which then is of no completion
             spare = next(batch for mine in new for batch in mine).without_completions()
             batches = new[rank] + [spare] * (max(map(len, new)) - len(new[rank]))
-            numbers = [completion.number for completion in round.completions if completion.group in replaced]
-            scores.replace(numbers, self._roll_out(round, batches))
+            completion_numbers = [
+                completion.number for completion in round.completions if completion.group in replaced
+            ]
+            scores.replace(completion_numbers, self._roll_out(round, batches))
         round.metrics["time/resample"] = time.perf_counter() - started
         return count
 
@@ -817,7 +820,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the current card of the averaged weights, or of those of the last step."""
         args, family, prompts = self.args, self.family, self.train_rows
-        first = [prompts.image_prompts[number].prompt for number in prompts.prompt_numbers[0]]
+        first = [prompts.image_prompts[prompt_number].prompt for prompt_number in prompts.prompt_numbers[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name
