@@ -42,10 +42,10 @@ def clear_staging(output_dir: str | Path) -> None:
 
 def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     """Publish a complete checkpoint at once, with the list of its files and the `run` that it belongs to in `run.json`."""
-    found = [path for path in sorted(staged.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(staged)): path.stat().st_size for path in found}
+    paths = [path for path in sorted(staged.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     (staged / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
-    open_weights(found)
+    open_weights(paths)
     # To the disk first: after a power cut a renamed directory may otherwise contain empty files
     _sync(*staged.rglob("*"), staged)
     target = Path(output_dir) / staged.name
@@ -101,8 +101,8 @@ def _delete_checkpoint(checkpoint: Path) -> None:
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
     """List the checkpoints in an output directory, latest first; complete or not."""
     folder = Path(output_dir)
-    found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
-    return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
+    paths = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
+    return sorted((path for path in paths if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
@@ -118,12 +118,12 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     for checkpoint in [Path(str(requested))] if is_named else checkpoints_of(output_dir):
         if not (broken := incomplete_files(checkpoint)):
             return checkpoint
-        problem = f"{broken[0]} is missing or truncated."
+        reason = f"{broken[0]} is missing or truncated."
         if is_named:
-            what = f"The checkpoint '{checkpoint}' is incomplete: {problem}"
+            what = f"The checkpoint '{checkpoint}' is incomplete: {reason}"
             what = what if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
             raise ValueError(f"{what} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
-        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {problem}")
+        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {reason}")
     if requested == "auto":
         return None
     raise ValueError(
@@ -134,9 +134,9 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
 
 def how_to_resume(output_dir: str | Path) -> str:
     """Say how to resume a run that has stopped, if anything is saved."""
-    if not (found := checkpoints_of(output_dir)):
+    if not (checkpoints := checkpoints_of(output_dir)):
         return "Nothing is saved."
-    return f"Rerun with `--resume_from_checkpoint auto` to resume from '{found[0]}'."
+    return f"Rerun with `--resume_from_checkpoint auto` to resume from '{checkpoints[0]}'."
 
 
 def read_run(checkpoint: str | Path) -> dict:
@@ -177,8 +177,8 @@ def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
     """Refuse a directory with files of the user's that a run would overwrite or delete."""
-    if problem := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
-        raise ValueError(problem)
+    if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
+        raise ValueError(message)
     for checkpoint in checkpoints_of(output_dir):
         if not (checkpoint / RUN_FILE).exists():
             raise ValueError(f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away.")
@@ -204,9 +204,9 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
 
 def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
     """Refuse to write over the checkpoints of an interrupted run by one that does not resume it."""
-    found = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
-    if found and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
-        names = ", ".join(checkpoint.name for checkpoint in found[::-1])
+    checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
+    if checkpoints and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
+        names = ", ".join(checkpoint.name for checkpoint in checkpoints[::-1])
         raise ValueError(
             f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
             "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another."
@@ -247,26 +247,26 @@ def write_checkpoint(
             publish(folder, output_dir, run)
 
     for part in (begin, *parts, end):
-        problem = None
+        failure = None
         try:
             part(folder)
         # A full disk, to Python, to torch and to safetensors
         except (OSError, RuntimeError, SafetensorError) as error:
-            problem = error
-        problems = gather_object([f"process {accelerator.process_index}: {problem!r}"] if problem else [])
-        if problems:
+            failure = error
+        failures = gather_object([f"process {accelerator.process_index}: {failure!r}"] if failure else [])
+        if failures:
             if should_save:
                 shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
             raise CheckpointError(
-                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(problems)}). Make "
+                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Make "
                 "room and resume (`resume_from_checkpoint=True`)."
-            ) from problem
+            ) from failure
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
     """Delete checkpoints beyond a limit, oldest first, but never the best one and the one just written."""
-    found = [checkpoint for checkpoint in checkpoints_of(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
-    complete = [checkpoint for checkpoint in found if not incomplete_files(checkpoint)]
+    checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
+    complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
     # Of a run that was resumed from an earlier checkpoint, later ones are the oldest. A copied run has other times
@@ -274,7 +274,7 @@ def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -
     kept = [written, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
     later = complete.index(written) + 1
     kept = list(dict.fromkeys([*kept, *complete[:later][::-1], *complete[later:]]))[: max(limit, len({*kept}))]
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         if checkpoint not in kept:
             _delete_checkpoint(checkpoint)
 

@@ -137,12 +137,12 @@ def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_st
     if local is None:
         yield
         return
-    own = {name: tensor.clone() for name, tensor in _read(model, zero_stage).items()}
+    original_weights = {name: tensor.clone() for name, tensor in _read(model, zero_stage).items()}
     _write(model, local, zero_stage)
     try:
         yield
     finally:
-        _write(model, own, zero_stage)
+        _write(model, original_weights, zero_stage)
 
 
 def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
@@ -179,10 +179,10 @@ class EMA:
         self.zero_stage = zero_stage
         self.offload = offload
         self.average = {
-            name: self._place(tensor, copy=True) for name, tensor in local_weights(model, zero_stage).items()
+            name: self._to_storage(tensor, copy=True) for name, tensor in local_weights(model, zero_stage).items()
         }
 
-    def _place(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    def _to_storage(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
         return tensor.to("cpu", copy=copy) if self.offload else tensor.to(tensor.device, copy=copy)
 
     @torch.no_grad()

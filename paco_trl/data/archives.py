@@ -26,7 +26,7 @@ _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
 # Largest size after extraction, per byte of the archive and at least: images hardly compress, a bomb does by a thousand
 _MAX_RATIO, _MIN_LIMIT = 100, 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive
-_FAULTS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
+_READ_ERRORS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 
 
 def _extract_into(archive: Path, folder: Path) -> None:
@@ -64,7 +64,7 @@ def _extract(archive: Path) -> Path:
             with scratch_folder(Path(f"{folder}.partial")) as partial:
                 try:
                     _extract_into(archive, partial)
-                except _FAULTS as error:
+                except _READ_ERRORS as error:
                     # Not a ValueError: `skip_broken` would leave out the records of the archive
                     raise shutil.ReadError(
                         f"{archive} ({stat.st_size} bytes) is damaged: {error}. Unpack it in its directory, or "
@@ -108,8 +108,8 @@ class ImageFinder:
             # As if it were unpacked in the dataset's directory, next to itself, or into a directory of its name; its
             # top directory may have its name too, and not be part of the path
             stem = _ARCHIVE.sub("", archive.name)
-            places = [PurePath(), archive.parent, archive.parent / stem]
-            inside = [path.relative_to(place) for place in places if path.is_relative_to(place)]
+            directories = [PurePath(), archive.parent, archive.parent / stem]
+            inside = [path.relative_to(directory) for directory in directories if path.is_relative_to(directory)]
             for candidate in [*inside, *(PurePath(stem) / rest for rest in inside)]:
                 if (folder / candidate).is_file():
                     hits.setdefault(str(archive), folder / candidate)
@@ -119,7 +119,7 @@ class ImageFinder:
                 f"its image {str(path)!r} is neither in {self.folder} nor {archives}. Check the download; join "
                 "archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`."
             )
-        first, *others = hits.values()
-        if not all(filecmp.cmp(first, other, shallow=False) for other in others):
+        first, *copies = hits.values()
+        if not all(filecmp.cmp(first, copy, shallow=False) for copy in copies):
             raise ValueError(f"its image {str(path)!r} differs between the archives {list(hits)}.")
         return first

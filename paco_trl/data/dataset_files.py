@@ -306,9 +306,9 @@ def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: li
 
 def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
     """Replace a column by what became of it alone: `map` would encode JSON in the others again."""
-    others = dataset.remove_columns(name)
-    if others.column_names:
-        column = concatenate_datasets([others, column], axis=1)
+    other_columns = dataset.remove_columns(name)
+    if other_columns.column_names:
+        column = concatenate_datasets([other_columns, column], axis=1)
     return column.select_columns(dataset.column_names)
 
 

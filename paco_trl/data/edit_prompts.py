@@ -51,12 +51,12 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     for column in size:
         check_values(dataset, name, column, is_size, "a number of pixels")
     known = [column for column in (*needed, *size) if column in names]
-    for number, row in enumerate(dataset.with_format(None).select_columns(known)):
+    for row_number, row in enumerate(dataset.with_format(None).select_columns(known)):
         height, width = map(row.get, size)
         if (height is None) != (width is None):
-            raise ValueError(f"Row {number} of `{name}` is {height} x {width} pixels. Give both, or neither.")
+            raise ValueError(f"Row {row_number} of `{name}` is {height} x {width} pixels. Give both, or neither.")
         if any(row.get(column) is not None for column in GRID_COLUMNS):
-            check_row(number, *map(row.get, needed))
+            check_row(row_number, *map(row.get, needed))
 
 
 def _is_gedit(names: Iterable[str]) -> bool:

@@ -59,12 +59,12 @@ def find_markers(prompt: str) -> list[re.Match]:
     return markers
 
 
-def _ways_to_mark(rows: int, cols: int) -> list[list[str]]:
+def _panel_markers(rows: int, cols: int) -> list[list[str]]:
     """Return the markers of the panels, row by row: by position, if all positions have names, and by number."""
-    numbers = [f"PANEL-{number}:" for number in range(1, rows * cols + 1)]
+    numbers = [f"PANEL-{panel_number}:" for panel_number in range(1, rows * cols + 1)]
     if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
         return [numbers]
-    positions = [filter(None, place) for place in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
+    positions = [filter(None, names) for names in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
     return [["-".join(f"[{name}]" for name in names) + ":" for names in positions], numbers]
 
 
@@ -90,7 +90,7 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     rows, cols = int(layout[1]), int(layout[2])
     names = [marker[0] for marker in markers]
     # The number first: nothing is built for a grid of a billion panels
-    if len(names) != rows * cols or names not in _ways_to_mark(rows, cols):
+    if len(names) != rows * cols or names not in _panel_markers(rows, cols):
         inside = len(_MARKER.findall(prompt)) - len(names)
         first = "`[TOP]-[LEFT]:`, `[TOP]-[RIGHT]:` ... or " if rows > 1 else "`[LEFT]:`, `[RIGHT]:` ... or "
         raise ValueError(
@@ -130,12 +130,12 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Give {rows * cols}.")
     theme, panels = theme.strip(), [panel.strip() for panel in panels]
     if GRID_LAYOUT.search(theme) is None:
-        number = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
-        theme = f"{number}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
+        number_word = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
+        theme = f"{number_word}-PANEL Images with a {rows}x{cols} grid layout: {theme}"
     for what, text in [("theme", theme), *((f"panel {index}", text) for index, text in enumerate(panels[:-1]))]:
         if not ends_sentence(text):
             raise ValueError(f"The {what} does not end a sentence: {shorten(text)}. End it with `.` or `!`.")
-    marked = zip(_ways_to_mark(rows, cols)[0], panels, strict=True)
+    marked = zip(_panel_markers(rows, cols)[0], panels, strict=True)
     prompt = " ".join([theme, *(f"{marker}{panel}" for marker, panel in marked)])
     if parse_image_set_prompt(prompt) != (theme, rows, cols, panels):
         raise ValueError(f"The theme names another grid, or a text has a panel marker: {shorten(prompt)}.")

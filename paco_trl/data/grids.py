@@ -48,8 +48,8 @@ def with_gaps(image: Image.Image, count: int) -> Image.Image:
         return image
     gap = max(2, image.height // 32)
     spaced = Image.new(image.mode, (image.width + (count - 1) * gap, image.height), "white")
-    for number, panel in enumerate(split_grid(image, 1, count)):
-        spaced.paste(panel, (number * (panel.width + gap), 0))
+    for index, panel in enumerate(split_grid(image, 1, count)):
+        spaced.paste(panel, (index * (panel.width + gap), 0))
     return spaced
 
 

@@ -55,8 +55,8 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
     is_dataset = isinstance(dataset_or_rows, Dataset)
     rows = list(_columns_of(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
-        found = f" among {dataset_or_rows.column_names}" if isinstance(dataset_or_rows, Dataset) else ""
-        raise ValueError(f"The image-set prompts have no rows, or no `prompt`{found}. Check the file or the split.")
+        among = f" among {dataset_or_rows.column_names}" if isinstance(dataset_or_rows, Dataset) else ""
+        raise ValueError(f"The image-set prompts have no rows, or no `prompt`{among}. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
         raise ValueError(
@@ -84,7 +84,7 @@ def _columns_of(dataset: Dataset) -> Dataset:
 def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
     """Check the prompt, the layout and the panels of a row."""
     _check_prompt(index, prompt)
-    if not all(type(number) is int and number > 0 for number in (rows, cols)):
+    if not all(type(count) is int and count > 0 for count in (rows, cols)):
         raise ValueError(f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}, not ints of at least 1.")
     if not isinstance(panels, list | tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
         raise ValueError(
@@ -191,7 +191,7 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
     count, is_separate = row["rows"] * row["cols"], row.get("layout") == SEPARATE
     if count == 1 or is_separate == (layout == SEPARATE):
         return row
-    theme, prompt, own_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
+    theme, prompt, no_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
     if layout == SEPARATE:
         markers = find_markers(prompt)
         if markers and GRID_LAYOUT.search(prompt) is not None:
@@ -203,14 +203,14 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
                 "show what they share. Add it, or leave the row a grid."
             )
         prompt = " ".join([theme, *row["panels"]])
-        return {**row, **own_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
+        return {**row, **no_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
     rows, cols = usual_grid(count)
     first, *panels = (text if ends_sentence(text) else f"{text}." for text in [theme, *row["panels"]])
     try:
         prompt = format_image_set_prompt(first, rows, cols, panels)
     except ValueError as error:
         raise ValueError(f"Row {index} cannot become a grid. {error}") from error
-    return {**row, **own_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
+    return {**row, **no_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
 
 
 def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config: str | None = None) -> Dataset:

@@ -54,13 +54,13 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     paths = [image_file(info.get(name, {}).get("file_name", f"{name}.json"), [folder]) for name in names]
     rows, broken = [], []
     for name, path_of_file in zip(names, paths, strict=True):
-        for number, record in enumerate(read_rows(path_of_file)):
+        for record_number, record in enumerate(read_rows(path_of_file)):
             try:
                 texts, images = as_turns(record), record.get("images")
                 if not isinstance(images, list) or len(images) != 2:
                     raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
                 rows.append({"images": [finder.find(image) for image in images], **texts, "source": name})
             except (ValueError, AttributeError, TypeError) as error:  # also of a turn or text of another type
-                broken.append(f"{path_of_file.name}, record {number}: {error}")
+                broken.append(f"{path_of_file.name}, record {record_number}: {error}")
     report_broken(broken, len(rows) + len(broken), "records", skip_broken)
     return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

@@ -179,8 +179,8 @@ def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion.strip()}]
     check_pair_texts(prompt, completion)
-    if others := [turn["content"] for turn in prompt if not isinstance(turn["content"], str)]:
-        raise ValueError(f"a turn has the content {shorten(others[0])}. It must be a text.")
+    if contents := [turn["content"] for turn in prompt if not isinstance(turn["content"], str)]:
+        raise ValueError(f"a turn has the content {shorten(contents[0])}. It must be a text.")
     text = prompt[-1]["content"]
     question = re.sub(rf"^\s*{_PLACEHOLDER}\s*{_PLACEHOLDER}", "", text).strip()
     if _PLACEHOLDER in question or not question:
@@ -195,19 +195,19 @@ def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
     if "images" not in columns or has_turns or not (columns >= {*_COLUMNS} or columns & _TURNS):
         return dataset.remove_columns([*columns & {"image", "messages"}]) if has_turns else dataset
     texts, rows, broken = [], [], []
-    for number, row in enumerate(dataset.with_format(None).remove_columns("images")):
+    for row_number, row in enumerate(dataset.with_format(None).remove_columns("images")):
         try:
             texts.append(as_turns(row))
-            rows.append(number)
+            rows.append(row_number)
         except (ValueError, AttributeError, TypeError) as error:  # also of a turn of another type
-            broken.append(f"Row {number} of '{name}': {error}")
+            broken.append(f"Row {row_number} of '{name}': {error}")
     report_broken(broken, len(dataset), "rows", skip_broken)
     features = Features({column: kind for column, kind in pair_features().items() if column != "images"})
     turns = Dataset.from_list(texts, features=features)
     return concatenate_datasets([dataset.select_columns("images").select(rows), turns], axis=1)
 
 
-def _find_problems(dataset: Dataset) -> Iterator[tuple[int, str]]:
+def _find_invalid_rows(dataset: Dataset) -> Iterator[tuple[int, str]]:
     """Find the rows that are not valid pairs, without reading images."""
     lengths = list_lengths(dataset, "images")
     for row, prompt, completion in iter_texts(dataset):
@@ -253,11 +253,11 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
     question, and a completion that begins with Yes or No. `name` is the dataset's in errors.
     """
     _check_columns(dataset, name)
-    for row, reason in _find_problems(dataset):
+    for row, reason in _find_invalid_rows(dataset):
         raise ValueError(f"Row {row} of `{name}`: {reason} Use `validate_pairs(dataset, skip_broken=True)`.")
 
 
-def _image_problem(image: Mapping[str, Any] | None, feature: Image) -> str | None:
+def _image_error(image: Mapping[str, Any] | None, feature: Image) -> str | None:
     """Describe why an image cannot be decoded, or no judge can be shown it, or None."""
     from ..utils.images import check_sides, to_rgb
 
@@ -282,9 +282,9 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
     def key_of(image: Mapping[str, Any] | None) -> Any:
         return image and (image["path"], image["bytes"] and hashlib.blake2b(image["bytes"]).digest())
 
-    check = partial(_image_problem, feature=dataset.features["images"].feature)
+    check = partial(_image_error, feature=dataset.features["images"].feature)
     by_key: dict[Any, str | None] = {}
-    problems: dict[str, str] = {}
+    errors: dict[str, str] = {}
     stored = dataset.with_format("arrow").select_columns(["images"])  # as Arrow tables, which have them undecoded
     with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while it decodes
         for batch in stored.iter(batch_size=64):
@@ -292,12 +292,12 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
             new = {key: image for row in rows for key, image in row if key not in by_key}
             by_key.update(zip(new, pool.map(check, new.values()), strict=True))
             for row in rows:
-                problems[str(len(problems))] = " ".join(
+                errors[str(len(errors))] = " ".join(
                     f"The {name} image {by_key[key]}."
                     for name, (key, _) in zip(_ORDINALS, row, strict=False)
                     if by_key[key]
                 )
-    return {row: text for row, text in problems.items() if text}
+    return {row: text for row, text in errors.items() if text}
 
 
 def _cache_file(dataset: Dataset) -> Path:
@@ -335,15 +335,15 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
     _check_columns(dataset, "dataset")
     path = _cache_file(dataset)
     if datasets.is_caching_enabled() and path.is_file():
-        image_problems = json.loads(path.read_text(encoding="utf-8"))
+        image_errors = json.loads(path.read_text(encoding="utf-8"))
     else:
-        image_problems = _decode_images(dataset, num_proc)
+        image_errors = _decode_images(dataset, num_proc)
         if datasets.is_caching_enabled():
             with suppress(OSError):  # a cache that can only be read
-                write_atomically(path, json.dumps(image_problems))
-    problems = {int(row): text for row, text in image_problems.items()} | dict(_find_problems(dataset))
-    report_broken([f"Row {row}: {problems[row]}" for row in sorted(problems)], len(dataset), "rows", skip_broken)
-    return dataset.select([row for row in range(len(dataset)) if row not in problems]) if problems else dataset
+                write_atomically(path, json.dumps(image_errors))
+    errors = {int(row): text for row, text in image_errors.items()} | dict(_find_invalid_rows(dataset))
+    report_broken([f"Row {row}: {errors[row]}" for row in sorted(errors)], len(dataset), "rows", skip_broken)
+    return dataset.select([row for row in range(len(dataset)) if row not in errors]) if errors else dataset
 
 
 def swap_pairs(dataset: Dataset) -> Dataset:

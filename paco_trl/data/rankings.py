@@ -104,7 +104,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
     prompts = {str(row["idx"]): row for row in read_rows(folder / _PROMPT_FILE)}
     rows = []
     counts: dict[str, int] = {}
-    for number, record in enumerate(read_rows(folder / RANK_FILE)):
+    for record_number, record in enumerate(read_rows(folder / RANK_FILE)):
         group = str(record.get("folder"))
         prefix = f"{group}/{record.get('ref_image', record.get('ref_img'))}"
         counts[prefix] = counts.get(prefix, -1) + 1
@@ -113,7 +113,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
                 raise ValueError(f"its `folder` {shorten(record.get('folder'))} is no `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
-            raise ValueError(f"{RANK_FILE}, record {number}: {error}") from error
+            raise ValueError(f"{RANK_FILE}, record {record_number}: {error}") from error
         texts = {"prompt": prompts[group]["prompt"], "criteria": criteria_list(prompts[group].get("criteria"))}
         rows.append({"id": f"{prefix}/{counts[prefix]}", "group": group, **texts, **ranking})
     return Dataset.from_list(rows, features=ranking_features())
@@ -138,10 +138,10 @@ def _make_pairs(
     batch: pa.Table, rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
 ) -> dict[str, list[Any]]:
     pairs = []
-    for number, row in zip(rows, batch.to_pylist(), strict=True):
+    for row_number, row in zip(rows, batch.to_pylist(), strict=True):
         best, worst = row["ranking"][:num_positives], row["ranking"][-num_negatives:]
         for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
-            pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[number], decision))
+            pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[row_number], decision))
     return {name: [pair[name] for pair in pairs] for name in names}
 
 

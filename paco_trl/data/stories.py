@@ -11,8 +11,8 @@ from .dataset_files import dataset_of_rows, find_dataset_folder, image_file, wit
 
 
 # What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
-_OF_SHOT = ("Shot Perspective Design", "Plot Correspondence", "Static Shot Description")
-_SCENE, _APPEARING = "Setting Description", "Characters Appearing"
+_SHOT_FIELDS = ("Shot Perspective Design", "Plot Correspondence", "Static Shot Description")
+_SCENE_FIELD, _CHARACTERS_FIELD = "Setting Description", "Characters Appearing"
 _IMAGES = (".png", ".jpg", ".jpeg")
 
 
@@ -35,14 +35,14 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
         FileNotFoundError: If there is no `story.json`.
         ValueError: If a story or a shot lacks a text in this language, or a character's images are not in the directory.
     """
-    found = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
-    files = sorted(found.glob("*/story.json")) or sorted(found.glob("*/*/story.json"))
+    root = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
+    files = sorted(root.glob("*/story.json")) or sorted(root.glob("*/*/story.json"))
     if not files:
-        raise FileNotFoundError(f"There is no directory with a story.json in {found}. Check the path.")
+        raise FileNotFoundError(f"There is no directory with a story.json in {root}. Check the path.")
     rows = []
     for file in files:
         try:
-            rows.append(_read_story(file, language, found))
+            rows.append(_read_story(file, language, root))
         except KeyError as error:
             raise ValueError(f"{file} has no {error} in the language {language!r}. Check the file.") from error
     if not all(row["references"] for row in rows):
@@ -51,21 +51,23 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
     return with_image_types(dataset_of_rows(rows), ["references"])
 
 
-def _read_story(file: Path, language: str, found: Path) -> dict[str, Any]:
+def _read_story(file: Path, language: str, root: Path) -> dict[str, Any]:
     story = read_json(file)
     names = {key: person[f"name_{language}"] for key, person in story["Characters"].items()}
     texts = {key: f"{names[key]} is {person[f'prompt_{language}']}" for key, person in story["Characters"].items()}
     panels = []
     for shot in story["Shots"]:
         # Keys are the English names
-        characters = [texts[key.strip()] for key in shot[_APPEARING]["en"]]
-        panels.append("; ".join([*(shot[name][language] for name in _OF_SHOT), *characters, shot[_SCENE][language]]))
+        characters = [texts[key.strip()] for key in shot[_CHARACTERS_FIELD]["en"]]
+        panels.append(
+            "; ".join([*(shot[name][language] for name in _SHOT_FIELDS), *characters, shot[_SCENE_FIELD][language]])
+        )
     references = []
     for key in names:
         try:
-            folder = image_file(str(PurePath(file.parent.relative_to(found), "image", key)), [found])
+            folder = image_file(str(PurePath(file.parent.relative_to(root), "image", key)), [root])
             images = (path for path in sorted(folder.glob("*")) if path.suffix.lower() in _IMAGES)
-            references += [str(image_file(str(path.relative_to(found)), [found])) for path in images][:1]
+            references += [str(image_file(str(path.relative_to(root)), [root])) for path in images][:1]
         except ValueError as error:
             raise ValueError(f"{file}, character {key!r}: {error}") from error
     return {
