@@ -107,6 +107,8 @@ class TestMoreSettings:
         monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
         # TRL's own would use the GPU
         monkeypatch.setattr("trl.SFTConfig.__post_init__", lambda self: setattr(self, "deepspeed_plugin", None))
-        assert make(use_cpu=use_cpu).dataloader_num_workers == expected
+        config = make(use_cpu=use_cpu)
+        assert config.dataloader_num_workers == expected
+        assert config.dataloader_multiprocessing_context == ("fork" if expected else None)
         assert make(use_cpu=use_cpu, dataloader_num_workers=5).dataloader_num_workers == 5
         assert make(use_cpu=use_cpu, dataloader_num_workers=0).dataloader_num_workers == 0

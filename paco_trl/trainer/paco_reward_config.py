@@ -107,6 +107,9 @@ class PaCoRewardConfig(SFTConfig):
         check_trackers(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
+        if self.dataloader_num_workers and self.dataloader_multiprocessing_context is None:
+            # Python's default until 3.14: the collator has a method of the model, which cannot be sent to another process
+            self.dataloader_multiprocessing_context: str | None = "fork"
         if self.loss_variant not in LOSS_VARIANTS:
             raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
