@@ -15,7 +15,7 @@ LINTED := paco_trl examples tests benchmarks model_cards docs/*.py
 CALLS_ONLY := --cache-dir=.mypy_cache/benchmarks --follow-imports=silent --no-warn-unused-ignores $(addprefix --disable-error-code=,arg-type assignment \
     call-overload import-untyped index list-item method-assign misc type-var union-attr var-annotated)
 
-.PHONY: help demo test test-slow simulated-cuda test-cuda test-lowest test-vllm gpu docs quality lint types types-of-benchmarks \
+.PHONY: help demo test test-slow simulated-cuda test-cuda test-lowest test-vllm gpu docs options quality lint types types-of-benchmarks \
 	style clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 30 minutes)"
 	@echo "make docs         the site, into site/ (installs what builds it into an environment of its own)"
+	@echo "make options      what the command line knows of the configs, after a change of their options"
 	@echo "make quality      linter, formatter and type checker, check only"
 	@echo "make style        linter and formatter, with corrections"
 
@@ -102,6 +103,9 @@ gpu:
 
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+options: .venv/.installed
+	PYTHONPATH=. $(BIN)/python tests/config_options.py
 
 # Parts that `make -j 2` runs at the same time
 quality: lint types types-of-benchmarks

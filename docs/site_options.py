@@ -131,26 +131,28 @@ def fields_of(module: str, name: str) -> dict[str, tuple[str, str]]:
     return found | {field: (default, text) for field, default, text in own}
 
 
-def commands() -> dict[str, tuple[str, str]]:
-    """Read module and summary of each command."""
+def commands() -> dict[str, tuple[str, str, str]]:
+    """Read module, function and summary of each command."""
     for node in _tree(PACKAGE / "commands/main.py").body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMANDS":
             found = ast.literal_eval(node.value)
-            return {name: (re.split(r"[.:]", path)[2], text) for name, (path, text) in found.items()}
+            places = {name: path.split(".")[2].partition(":") for name, (path, _) in found.items()}
+            return {name: (places[name][0], places[name][2] or "main", text) for name, (_, text) in found.items()}
     return {}
 
 
-def parts(module: str) -> dict[str, str]:
+def parts(module: str, function: str) -> dict[str, str]:
     """Return the class of arguments of each stage of a command, or of the command itself under an empty name."""
-    tree = _tree(PACKAGE / f"commands/{module}.py")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict) and node.values and all(isinstance(value, ast.Tuple) for value in node.values):
-            firsts = [
-                ast.unparse(value.elts[0]).split(".")[-1] for value in node.values if isinstance(value, ast.Tuple)
-            ]
-            if all(name.endswith("Arguments") for name in firsts):
-                return {ast.literal_eval(key): name for key, name in zip(node.keys, firsts, strict=True) if key}
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.endswith("Arguments")}
+    body = _tree(PACKAGE / f"commands/{module}.py").body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES":
+            stages = zip(node.value.keys, node.value.values, strict=True)
+            return {ast.literal_eval(key): ast.unparse(value) for key, value in stages}
+    bodies = [
+        node for node in body if isinstance(node, ast.FunctionDef) and function in (node.name, "main", "main_nft")
+    ]
+    nodes = [node for tree in bodies for node in ast.walk(tree)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and node.id.endswith("Arguments")}
     own = [name for name in sorted(names) if fields_of(module, name)]
     return {"": own[0]} if own else {}
 
@@ -160,13 +162,13 @@ def commands_page() -> str:
     lines = ["# Commands", "", "`paco-trl <command> --help` prints the same. `--config FILE` reads options from YAML."]
     lines += ["For several processes add `--num_processes 8` or `--accelerate_config FILE`.", ""]
     lines += ["| command | |", "|---|---|"]
-    lines += [f"| [`{name}`](#paco-trl-{name}) | {text} |" for name, (_, text) in commands().items()]
-    for name, (module, text) in commands().items():
+    lines += [f"| [`{name}`](#paco-trl-{name}) | {text} |" for name, (*_, text) in commands().items()]
+    for name, (module, function, text) in commands().items():
         lines += ["", f"## paco-trl {name}", "", f"{text[0].upper()}{text[1:]}."]
         config = {"grpo": "PaCoGRPOConfig", "nft": "PaCoNFTConfig", "reward": "PaCoRewardConfig"}.get(name)
         if config:
             lines += ["", f"Also every option of [`{config}`](options.md#{config.lower()})."]
-        for stage, arguments in parts(module).items():
+        for stage, arguments in parts(module, function).items():
             if stage:
                 lines += ["", f"### paco-trl {name} {stage}"]
             lines += ["", "| option | default | meaning |", "|---|---|---|"]

@@ -16,7 +16,7 @@ from chat_server import ChatServer
 from hub_server import HubServer
 from judge_server import JudgeServer
 from paco_trl.commands import build as script
-from paco_trl.commands import reward
+from paco_trl.commands import build_arguments, reward
 from paco_trl.data import check_image_set_columns, check_pair_columns, check_ranking_columns, validate_pairs
 from paco_trl.dataset_building import append_annotation
 from paco_trl.rewards import JudgeUnavailableError
@@ -32,7 +32,7 @@ def run(stage: str, **options) -> None:
     words = [stage]
     for name, value in options.items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    script.main(words)
+    build_arguments.main(words)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ class TestStages:
             generated("panels", exclude_prompts=["7"])
 
     def test_what_is_refused(self, build, tmp_path, capsys):
-        script.main(["--help"])
+        build_arguments.main(["--help"])
         assert "\n  prompts " in capsys.readouterr().out
         for stage, options, error, token in [
             ("pair", {}, ValueError, "'pair'.*prompts, grids"),

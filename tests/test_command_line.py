@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script `paco-trl`: its parser, its errors, its help, and what it starts."""
 
+import copy
 import os
 import platform
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,20 +19,24 @@ import torch
 from safetensors import SafetensorError
 from transformers import IntervalStrategy, TrainerCallback
 
+import config_options
 from launching import CONFIGS, ROOT
 from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
-from paco_trl.commands import doctor, env, main
+from paco_trl.commands import build_arguments, doctor, env, evaluate_arguments, main
+from paco_trl.commands import parser as parser_module
+from paco_trl.commands.grpo import parser_of
 from paco_trl.commands.parser import CommandParser, option, refuse_unused
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.utils.option_checks import problems_of
 from paco_trl.utils.text import number_text
 
 
-DATA = ["--dataset_name", "prompts.jsonl"]
+DATA = ["--dataset_name", "demo"]
 
 
 @dataclass
@@ -111,11 +117,11 @@ class TestFiles:
     def parse_checked(tmp_path, text: str, *words: str) -> Arguments:
         """With a rule between two options, and one about a third."""
 
-        def check(parsed: Arguments) -> None:
+        def check(parsed: Arguments) -> Iterator[str]:
             if parsed.height is not None and parsed.height > parsed.max_steps + 2:
                 rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
-                raise ValueError(f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}.")
-            refuse_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
+                yield f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}."
+            yield from problems_of(refuse_unused, parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
 
         (tmp_path / "a.yaml").write_text(text)
         words = ["--config", str(tmp_path / "a.yaml"), *words]
@@ -227,6 +233,34 @@ class TestOptions:
         assert code == 2 or code == 1 and shown.startswith("paco-trl grpo: ")
         assert named in shown and "Traceback" not in shown and not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize(
+        ("words", "tokens"),
+        [
+            (
+                "--num_generations 1 --beta -1 --use_peft False --lora_r 8",
+                "num_generations beta --lora_r --dataset_name",
+            ),
+            ("--max_steps many --datset_name a --lern 3 --seed=x", "--max_steps `--dataset_name` --lern --seed"),
+            ("--sde_steps 1 9 --tail_steps 9 --dataset_name no.txt --rewards clip", "sde_steps no.txt `clip_t`"),
+            ("--config flux.1-dev-24gb --height 0 --adapter a --use_peft False", "height --adapter --dataset_name"),
+        ],
+    )
+    def test_all_that_is_wrong_is_said_at_once(self, words, tokens, capsys):
+        assert main.main(["grpo", *words.split()]) == 1
+        shown = capsys.readouterr().err
+        lines = [line for line in shown.splitlines() if line.startswith("- ")]
+        assert len(lines) == len(tokens.split()) and all(token in shown for token in tokens.split())
+
+    def test_defaults_of_a_family_may_make_it_right(self, capsys):
+        """Which one the model has is known later."""
+        for words, is_refused in (("--image_folder a", False), ("--clip_model a --rewards redness", True)):
+            parser, said = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo"), ""
+            try:
+                parser.read([*DATA, *words.split()])
+            except ValueError as error:
+                said = str(error)
+            assert bool(said) == is_refused
+
     def test_the_value_of_an_unknown_option_is_not_shown(self, capsys):
         for words in (["--hub_tokenn", "hf_secret"], ["--hub_tokenn=hf_secret"]):
             assert main.main(["grpo", *DATA, *words]) == 1
@@ -257,6 +291,67 @@ class TestOptions:
             CommandParser(Arguments).parse_args_and_config(words)
 
 
+class TestDescribedOptions:
+    """The command line parses and refuses before torch and the configs are imported."""
+
+    def test_they_are_those_of_the_configs(self):
+        installed = {name: env.version_of(name) for name in env.TESTED_WITH}
+        if any(not installed[name].startswith(f"{tested}.") for name, tested in env.TESTED_WITH.items()):
+            pytest.skip(f"other versions have other options: {installed}")
+        file = Path(parser_module.__file__).with_name("config_options.json")
+        assert file.read_text() == config_options.text(), "`make options` writes it"
+
+    def test_nothing_that_takes_seconds_is_imported(self):
+        commands = [
+            *(f"{name} --help" for name in main.COMMANDS),
+            "doctor nft --help",
+            "grpo --help all",
+            "push no --priv",
+        ]
+        commands += [f"evaluate {name} --help" for name in evaluate_arguments.STAGES]
+        commands += [f"build {name} --help" for name in build_arguments.STAGES]
+        commands += [
+            "grpo",
+            "doctor grpo --lora_r 0",
+            "grpo --rewards reednes --dataset_name demo",
+            "reward --max_length 0",
+        ]
+        commands += ["nft --config paco-flux.1-dev --dataset_name demo --nft_beta 0", "grpo --dataset_name no.txt"]
+        commands += [
+            "evaluate prompts --dataset_name no.txt",
+            "evaluate prompts --rewards clip",
+            "merge a",
+            "build grid",
+        ]
+        code = (
+            f"import sys\nfrom paco_trl.commands.main import main\nfor command in {commands}: main(command.split())\n"
+        )
+        code += (
+            "print(*({'torch', 'transformers', 'diffusers', 'trl', 'datasets', 'numpy'} & sys.modules.keys()), 'end')"
+        )
+        # The launcher of other tests forks from a process that has them
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "end"
+
+    def test_the_help_is_short(self, capsys):
+        for command in ("grpo", "nft", "reward", "doctor grpo"):
+            counts = []
+            for words in ("--help", "--help all"):
+                assert main.main([*command.split(), *words.split()]) == 0
+                shown = capsys.readouterr().out
+                counts.append(len(re.findall("^  --", shown, flags=re.M)))
+                assert "--output_dir" in shown and ("--warmup_steps" in shown) == (words != "--help")
+                assert "--temperature" not in shown and "--learning-rate" not in shown
+            assert 15 < counts[0] < 36 and counts[1] > 100
+
+    def test_an_option_that_the_installed_libraries_lack(self, monkeypatch):
+        described = copy.deepcopy(parser_module.config_options())
+        described["options"]["GRPOConfig"]["new_option"] = {"type": "int"}
+        monkeypatch.setattr(parser_module, "config_options", lambda: described)
+        with pytest.raises(ValueError, match="no option `--new_option`"):
+            CommandParser("PaCoGRPOConfig").parse_args_and_config(["--new_option", "1", "--use_cpu"])
+
+
 class TestErrors:
     @pytest.mark.parametrize("is_asked", [False, True])
     def test_our_errors_are_a_line_and_bugs_have_a_traceback(self, capsys, monkeypatch, is_asked):
@@ -270,7 +365,7 @@ class TestErrors:
             raise error
 
         monkeypatch.setenv("PACO_TRL_TRACEBACK", str(int(is_asked)))
-        parser = CommandParser(PaCoGRPOConfig)
+        parser = CommandParser("PaCoGRPOConfig")
         words = ["--output_dir", "out", "--eval_strategy", "steps", "--eval_steps", "0", "--logging_steps", "0"]
         unavailable = JudgeUnavailableError("no judge")
         for run, token in (

@@ -17,8 +17,8 @@ from trl import GRPOConfig, SFTConfig
 import launching
 import paco_trl
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward
-from paco_trl.commands.doctor import PlanArguments
+from paco_trl.commands import build_arguments, evaluate_arguments, reward
+from paco_trl.commands.doctor_arguments import PlanArguments
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from test_paco_reward_trainer import mixed
@@ -46,7 +46,7 @@ COMMANDS = {
     "paco-trl doctor nft": [PaCoNFTConfig, ScriptArguments, PlanArguments],
     "paco-trl doctor reward": [PaCoRewardConfig, reward.ScriptArguments, PlanArguments],
     "paco-trl build": classes_of(build_arguments),
-    "paco-trl evaluate judge": [evaluate_judge.JudgeArguments],
+    "paco-trl evaluate judge": [evaluate_arguments.JudgeArguments],
     "paco-trl evaluate": classes_of(evaluate_arguments),
 }
 # Options of each of these commands, and TRL's names of some options
@@ -322,13 +322,12 @@ def test_every_option_is_in_the_reference(hooks):
 def test_every_option_of_the_commands_is_in_the_reference(hooks):
     options = importlib.import_module("site_options")
     text, seen = options.commands_page(), 0
-    for command, (module, _) in options.commands().items():
-        source = {"nft": "grpo"}.get(module, module)
-        for name in options.parts(source).values():
-            fields = options.fields_of(source, name)
-            found = getattr(importlib.import_module(f"paco_trl.commands.{source}"), name, None)
-            if found is None:
-                found = getattr(importlib.import_module(f"paco_trl.commands.{source}_arguments"), name)
+    for command, (module, function, _) in options.commands().items():
+        for name in options.parts(module, function).values():
+            fields, found = (
+                options.fields_of(module, name),
+                getattr(importlib.import_module(f"paco_trl.commands.{module}"), name),
+            )
             assert list(fields) and set(fields) == {field.name for field in dataclasses.fields(found)}, command
             assert all(f"`--{field}`" in text for field in fields)
             seen += 1

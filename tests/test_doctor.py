@@ -122,9 +122,12 @@ def test_exit_code_and_table(make_arguments, capsys, monkeypatch):
         patch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in names})
         assert main(["doctor", "grpo", *make_arguments(num_generations=4)]) == 0
     capsys.readouterr()
-    assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1
+    assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1  # at once
+    shown = capsys.readouterr()
+    assert "must be at least 2" in shown.err and shown.out == ""
+    assert main(["doctor", "grpo", *make_arguments(report_to="nothing")]) == 1
     shown = capsys.readouterr().out
-    assert "must be at least 2" in shown
+    assert "'nothing'" in shown
     assert "needs: configuration" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
 

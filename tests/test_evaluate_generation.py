@@ -17,7 +17,7 @@ from transformers import CLIPConfig, Qwen2_5_VLModel
 import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
-from paco_trl.commands import evaluate as script
+from paco_trl.commands import evaluate_arguments
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.columns import typed_dataset
 from paco_trl.hub.settings import ImageModelCard, save_settings
@@ -88,13 +88,15 @@ def options(workspace, tiny_flux, tiny_qwen):
 def evaluated(workspace, options):
     """A base model and a tuned one, drawn, scored and compared."""
     base, tuned = str(workspace / "base"), str(workspace / "tuned")
-    script.main(["generate", *options["generate"], "--output_dir", base])
-    script.main(["generate", *options["generate"], "--output_dir", tuned, "--adapter", str(workspace / "adapter")])
+    evaluate_arguments.main(["generate", *options["generate"], "--output_dir", base])
+    evaluate_arguments.main(
+        ["generate", *options["generate"], "--output_dir", tuned, "--adapter", str(workspace / "adapter")]
+    )
     for folder in (base, tuned):
-        script.main(["score", *options["score"], "--output_dir", folder])
+        evaluate_arguments.main(["score", *options["score"], "--output_dir", folder])
     words = ["--base", base, "--tuned", tuned, "--output_dir", str(workspace / "report")]
     words += ["--train_dataset_name", str(demo_prompts_path()), "--card", str(workspace / "adapter")]
-    script.main(["report", *options["report"], *words])
+    evaluate_arguments.main(["report", *options["report"], *words])
     return json.loads((workspace / "report" / "results.json").read_text())
 
 
@@ -135,16 +137,16 @@ class TestT2IS:
 
         monkeypatch.setattr(AutoencoderKL, "decode", stop_at_the_fifth)
         with pytest.raises(KeyboardInterrupt):
-            script.main(words)
+            evaluate_arguments.main(words)
         assert not (folder / "report").exists() and not list(folder.rglob("scores"))
-        script.main(words)
+        evaluate_arguments.main(words)
         assert calls == [0, 1, 2, 3, 4, 4, 5]  # three images of the base model, then one of the adapter, and two more
         assert json.loads((folder / "report" / "results.json").read_text())["tables"] == evaluated["tables"]
         monkeypatch.setattr(AutoencoderKL, "decode", None)
         monkeypatch.setattr(
             Qwen2_5_VLModel, "forward", None
         )  # not of the judge, whose code its scores are compared by
-        script.main(words)  # what is there is not made again
+        evaluate_arguments.main(words)  # what is there is not made again
 
     PANELS = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}
 
@@ -167,7 +169,7 @@ class TestT2IS:
             ("given", ["--panel_generation", "independent"], other),
             ("grid", ["--set_layout", "grid"], {}),
         ):
-            script.main([*words, "--output_dir", str(tmp_path / name), *given])
+            evaluate_arguments.main([*words, "--output_dir", str(tmp_path / name), *given])
             for role in ("base", "tuned"):
                 settings = json.loads((tmp_path / name / role / "settings.json").read_text())
                 assert {option: settings[option] for option in panels if option in settings} == expected
@@ -176,12 +178,12 @@ class TestT2IS:
 
     def test_one_system_is_generated_as_in_the_training_run(self, trained, options, tmp_path):
         words = ["generate", *options["generate"], "--num_inference_steps", "1", "--output_dir", str(tmp_path / "out")]
-        script.main([*words, "--adapter", trained, "--height", "16"])
+        evaluate_arguments.main([*words, "--adapter", trained, "--height", "16"])
         settings = json.loads((tmp_path / "out" / "settings.json").read_text())
         expected = self.PANELS | {"height": 16, "width": 48}
         assert {option: settings[option] for option in expected} == expected
         with pytest.raises(ValueError, match="set_layout"):
-            script.main(["score", *options["score"], "--output_dir", str(tmp_path / "out")])
+            evaluate_arguments.main(["score", *options["score"], "--output_dir", str(tmp_path / "out")])
 
     @pytest.mark.parametrize(
         "changed, message",
@@ -203,7 +205,7 @@ class TestT2IS:
         words = ["images", "t2is", *options["generate"], *options["score"][2:]]
         words += ["--adapter", str(workspace / "adapter")]
         with pytest.raises((ValueError, OSError), match=message):
-            script.main([*words, "--output_dir", str(tmp_path), *changed])
+            evaluate_arguments.main([*words, "--output_dir", str(tmp_path), *changed])
         assert not list(tmp_path.rglob("*.png"))
 
     def test_the_directory_of_an_adapter_that_has_changed_is_found_before(
@@ -223,7 +225,7 @@ class TestT2IS:
         try:
             weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
             with pytest.raises(ValueError, match="begun with other settings: adapter_weights"):
-                script.main([*words, "--output_dir", str(tmp_path)])
+                evaluate_arguments.main([*words, "--output_dir", str(tmp_path)])
         finally:
             weights.write_bytes(before)
         assert not list((tmp_path / "base").rglob("*.png"))
@@ -231,7 +233,7 @@ class TestT2IS:
     def test_the_wrong_way_around(self, evaluated, workspace, options, tmp_path):
         words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
         with pytest.raises(ValueError, match="wrong way around"):
-            script.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
+            evaluate_arguments.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
 
     def test_other_prompts_than_were_drawn(self, evaluated, workspace, options, tmp_path):
         rows = [json.loads(line) for line in (workspace / "bench.jsonl").read_text().splitlines()]
@@ -239,26 +241,28 @@ class TestT2IS:
         (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["--dataset_name", str(tmp_path / "other.jsonl"), "--base", str(workspace / "base")]
         with pytest.raises(ValueError, match="were generated with other prompts"):
-            script.main(["report", *words, "--output_dir", str(tmp_path / "report")])
+            evaluate_arguments.main(["report", *words, "--output_dir", str(tmp_path / "report")])
 
     @pytest.mark.slow
     def test_pictures_that_somebody_else_made(self, workspace, options, tmp_path, evaluated):
         words = ["generate", *options["generate"], "--output_dir", str(tmp_path / "drawn"), "--panel_files", "True"]
-        script.main(words)
+        evaluate_arguments.main(words)
         pictures = tmp_path / "drawn" / "panels"
         assert len(list(pictures.iterdir())) == 2 * 4 + 3
         system = str(tmp_path / "system")
         with pytest.raises(FileNotFoundError, match="Run `generate`"):
-            script.main(["score", *options["score"], "--output_dir", system])
-        script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
-        script.main(["report", *options["report"], "--base", system, "--output_dir", str(tmp_path / "report")])
+            evaluate_arguments.main(["score", *options["score"], "--output_dir", system])
+        evaluate_arguments.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
+        evaluate_arguments.main(
+            ["report", *options["report"], "--base", system, "--output_dir", str(tmp_path / "report")]
+        )
         results = json.loads((tmp_path / "report" / "results.json").read_text())
         assert results["systems"][0]["name"] == "panels" and results["leakage"] is None
         # The same pictures, a file for each panel: the same figures
         assert means(results) == pytest.approx(means(evaluated), abs=1e-6)
         (pictures / sorted(path.name for path in pictures.iterdir())[0]).unlink()
         with pytest.raises(ValueError, match="1 of 3 sets lack images"):
-            script.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
+            evaluate_arguments.main(["score", *options["score"], "--output_dir", system, "--images", str(pictures)])
 
 
 class TestGEdit:
@@ -301,14 +305,14 @@ class TestGEdit:
                 (["--judge_url", server.url, *published[:2]], "gedit_repo"),
             ):
                 with pytest.raises((ValueError, EndpointUnavailableError), match=message):
-                    script.main([*whole, *changed])
+                    evaluate_arguments.main([*whole, *changed])
             assert not list(edits.rglob("*.png")) and not server.requests
-            script.main([*whole, "--judge_url", server.url])
+            evaluate_arguments.main([*whole, "--judge_url", server.url])
             assert pictures_of(server.requests[-1])[0][0].size == (512, 512)
             benchmark = ["--benchmark", "gedit", *benchmark]
             for name in ("base", "tuned"):
                 words = [*benchmark, "--output_dir", str(edits / name)]
-                script.main(["score", *words, "--judges", "judge", "--judge_url", server.url, *published])
+                evaluate_arguments.main(["score", *words, "--judges", "judge", "--judge_url", server.url, *published])
                 assert pictures_of(server.requests[-1])[0][0].size == (24, 24)
             assert len(server.requests) == 2 * 2 * 6 * 2
         results = json.loads((edits / "report" / "results.json").read_text())
@@ -320,7 +324,7 @@ class TestGEdit:
         assert results["protocol"] == "default"
         words = ["--base", str(edits / "base"), "--tuned", str(edits / "tuned")]
         words += ["--output_dir", str(edits / "published")]
-        script.main(["report", *benchmark, *words, *published[:2]])  # without the server
+        evaluate_arguments.main(["report", *benchmark, *words, *published[:2]])  # without the server
         results = json.loads((edits / "published" / "results.json").read_text())
         assert results["protocol"] == "published" and results["tables"][0]["rows"][0]["cells"][0]["mean"] == 6.0
 
@@ -358,7 +362,7 @@ class TestGEdit:
 def test_wrong_options(words, message, workspace):
     known = ["--dataset_name", str(workspace / "bench.jsonl")] if len(words) > 1 else []
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        script.main([*words, *known])
+        evaluate_arguments.main([*words, *known])
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from transformers import CLIPModel
 
 from judge_server import JudgeServer
 from paco_trl.commands import evaluate_judge as script
-from paco_trl.commands.evaluate import main as evaluate_main
+from paco_trl.commands.evaluate_arguments import main as evaluate_main
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
 from testing_utils import jsonl, noise

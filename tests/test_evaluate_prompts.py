@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import launching
-from paco_trl.commands import evaluate as script
+from paco_trl.commands import evaluate_arguments
 from paco_trl.commands.evaluate_arguments import PromptsArguments
 from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
@@ -27,7 +27,7 @@ SETTINGS = ["--height", "32", "--width", "32", "--num_inference_steps", "2", "--
 def evaluate(*words, model, folder: Path, rewards=("redness",)) -> dict[str, dict]:
     """Run the stage; return the results of each page by its directory."""
     words = ["--model_name_or_path", model, "--output_dir", folder, "--rewards", *rewards, *SETTINGS, *words]
-    script.main(["prompts", *map(str, words)])
+    evaluate_arguments.main(["prompts", *map(str, words)])
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
 
 

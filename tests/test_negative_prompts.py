@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.commands import evaluate as script
+from paco_trl.commands import evaluate_arguments
 from paco_trl.generation import generate_edits, generate_grids
 from paco_trl.planning import plan_memory
 from paco_trl.rewards import redness_reward
@@ -113,7 +113,7 @@ def test_it_is_refused_before_the_model_is_loaded_where_it_would_be_ignored(fold
     rows(NEGATIVES).to_json(tmp_path / "prompts.jsonl")
     words += ["--dataset_name", tmp_path / "prompts.jsonl", "--guidance_scale", "1.0"]
     with pytest.raises(ValueError, match="Row 0 .*`negative_prompt`"):
-        script.main(["prompts", *map(str, words)])
+        evaluate_arguments.main(["prompts", *map(str, words)])
 
 
 def test_a_number_is_refused(tmp_path):
@@ -126,7 +126,7 @@ def test_evaluate_prompts(folder_of, expected, tmp_path):
     words = ["--model_name_or_path", folder_of("qwen_image"), "--dataset_name", tmp_path / "prompts.jsonl"]
     words += ["--output_dir", tmp_path / "out", "--rewards", "redness", "--num_inference_steps", 2, "--bf16", "False"]
     words += ["--height", 32, "--width", 32, "--guidance_scale", 4.0, "--negative_prompt", "a lighthouse"]
-    script.main(["prompts", *map(str, words)])
+    evaluate_arguments.main(["prompts", *map(str, words)])
     images = [np.asarray(Image.open(tmp_path / "out" / "base" / "images" / f"{row}" / "0.png")) for row in range(2)]
     assert same(images, expected) == [True, True]
 

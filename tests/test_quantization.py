@@ -22,8 +22,8 @@ from trl import ModelConfig, get_quantization_config
 import launching
 import tiny_models
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands.evaluate import main as evaluate_main
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
+from paco_trl.commands.evaluate_arguments import main as evaluate_main
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card

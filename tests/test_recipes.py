@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from transformers import CLIPConfig
 
 import tiny_models
-from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.commands import doctor, reward
+from paco_trl.commands.doctor_arguments import parser_for
 from paco_trl.commands.main import main
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments, check_rewards, fit_panel_options, get_peft_config
@@ -39,7 +39,7 @@ from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs 
 
 
 # What the parser of each command is made of
-CLASSES = {"grpo": (ScriptArguments, PaCoGRPOConfig), "reward": (reward.ScriptArguments, PaCoRewardConfig)}
+CLASSES = {"grpo": (ScriptArguments, "PaCoGRPOConfig"), "reward": (reward.ScriptArguments, "PaCoRewardConfig")}
 
 # The paper's figures, from the paper: none of them comes from a default of this package
 JUDGE = {
@@ -88,7 +88,7 @@ PUBLISHED_CODE = {
 OF_IMAGE_SETS = {"reward_weights": [0.2, 1.0], "save_steps": 20}
 OF_IMAGE_SETS["clip_model"] = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 NAMES = sorted(PAPER)
-DATA = ("--dataset_name", "prompts.jsonl")  # which no file has
+DATA = ("--dataset_name", "demo")  # which no recipe has
 _VALUE = re.compile(r"^\s*(?:- \S|\w+:)")
 _SOURCE = re.compile(r"  # (?:paper\b|published code\b|not given\b|ours$)")
 
@@ -272,7 +272,7 @@ class TestDefaultsOfAFamily:
         def parse(pipeline: str, *words: str, command: str = "grpo") -> tuple[dict, str]:
             (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
             words = ["--model_name_or_path", str(tmp_path), *DATA, "--use_cpu", "--bf16", "False", *words]
-            parsed = doctor._parser(command).parse_args_and_config(words)
+            parsed = parser_for(command).parse_args_and_config(words)
             return {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}, capsys.readouterr().err
 
         return parse
@@ -356,9 +356,9 @@ class TestTypedOptions:
             command = "nft" if typed.startswith("nft") else "grpo"
             words = typed.removeprefix("nft").format(adapter=tmp_path / "adapter").split()
             words += ["--config", recipe, "--model_name_or_path", str(tmp_path), *DATA, "--use_cpu"]
-            parsed = doctor._parser(command).parse_args_and_config(words)
             with monkeypatch.context() as patch:  # which are read
                 patch.chdir(tmp_path)
+                parsed = parser_for(command).parse_args_and_config(words)
                 check_rewards(*parsed[:2])
             values = {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}
             return values, capsys.readouterr().err, get_peft_config(parsed[0])
@@ -397,7 +397,7 @@ class TestTypedOptions:
         ],
     )
     def test_they_win_over_the_judges(self, typed, expected):
-        parsed = doctor._parser("reward").parse_args_and_config(
+        parsed = parser_for("reward").parse_args_and_config(
             ["--config", "paco-reward-7b-lora", "--use_cpu", *typed.split()]
         )
         assert differing({f.name: getattr(each, f.name) for each in parsed for f in fields(each)}, expected) == {}
@@ -422,7 +422,7 @@ class TestTypedOptions:
 
     def test_with_other_data_or_under_deepspeed(self, read, tmp_path, monkeypatch, caplog):
         assert read("flux.2-klein-4b-stories", "--lora_r 8")[0]["panel_generation"] == "anchored"
-        parsed = doctor._parser("grpo").parse_args_and_config(
+        parsed = parser_for("grpo").parse_args_and_config(
             ["--config", "flux.2-klein-4b-stories", "--model_name_or_path", str(tmp_path), *DATA, "--use_cpu"]
         )
         single = {"prompt": ["A fox."], "rows": [1], "cols": [1], "panels": [["A fox."]], "theme": ["Animals."]}

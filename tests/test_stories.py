@@ -7,7 +7,7 @@ import os
 import pytest
 from PIL import Image
 
-from paco_trl.commands import evaluate
+from paco_trl.commands import evaluate_arguments
 from paco_trl.data import load_stories, split_grid
 
 
@@ -92,7 +92,7 @@ def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, 
     words = ["generate", "--benchmark", "stories", "--dataset_name", str(stories), "--panel_files", "True"]
     words += ["--model_name_or_path", str(tiny_flux), "--dtype", "float32", "--num_inference_steps", "1"]
     words += ["--height", "32", "--width", "48", "--output_dir", str(tmp_path / "out")]
-    evaluate.main(words)
+    evaluate_arguments.main(words)
     (run,) = (tmp_path / "out" / "panels").glob("*/base/en/*")
     written = sorted(run.rglob("*.png"))
     assert [str(path.relative_to(run)) for path in written] == [
@@ -106,9 +106,9 @@ def test_stories_are_generated_and_written_as_the_evaluator_reads_them(stories, 
     ]
     Image.new("RGB", (8, 8), "white").save(stories / "ViStory/01/image/Fox/00.jpg")
     with pytest.raises(ValueError, match="other settings: prompts"):
-        evaluate.main(words)
+        evaluate_arguments.main(words)
 
 
 def test_other_steps_refuse_stories(stories):
     with pytest.raises(ValueError, match="evaluator"):
-        evaluate.main(["score", "--benchmark", "stories", "--dataset_name", str(stories)])
+        evaluate_arguments.main(["score", "--benchmark", "stories", "--dataset_name", str(stories)])

@@ -275,7 +275,7 @@ def digests_of_command(case: dict[str, Any], model: Path, folder: Path) -> dict[
     """Generate images by a stage of `paco-trl evaluate`, and return digests of them and of their scores."""
     from PIL import Image
 
-    from paco_trl.commands import evaluate
+    from paco_trl.commands import evaluate_arguments
 
     criteria = {"Style": {"paint": "All images are painted alike."}}
     dataset_of(case["data"]).select(range(3)).map(lambda row: {"criteria": criteria}).to_json(folder / "rows.jsonl")
@@ -285,9 +285,9 @@ def digests_of_command(case: dict[str, Any], model: Path, folder: Path) -> dict[
         words += ["--panel_generation", case["panel_generation"]]
     if case["command"] == "prompts":
         words += ["--rewards", "redness", "--height", 64, "--width", 64, "--bf16", False, "--num_generations", 2]
-        evaluate.main(["prompts", *map(str, words)])
+        evaluate_arguments.main(["prompts", *map(str, words)])
     else:
-        evaluate.main(["generate", *map(str, words), "--dtype", "float32", "--seeds", "0", "1"])
+        evaluate_arguments.main(["generate", *map(str, words), "--dtype", "float32", "--seeds", "0", "1"])
     paths = sorted(path for path in (folder / "out").rglob("*.png") if "images" in path.parts)
     images = []
     for path in paths:

@@ -1,23 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""
-Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
-
-    paco-trl build prompts --dataset_name prompts.jsonl
-    paco-trl build grids --model_name_or_path black-forest-labs/FLUX.1-dev
-    paco-trl build panels
-    paco-trl build rank
-    paco-trl build pairs
-    paco-trl build reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
-    paco-trl build publish --hub_model_id user/my-pairs
-
-Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app. `paco-trl build <stage>
---help` lists the options of a stage; `--config file.yaml` reads them from a file.
-
-Interrupted stages resume automatically. The pairs train a judge:
-
-    paco-trl reward --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
-        --first_token_weight 1 --output_dir my-judge
-"""
+"""The stages of `paco-trl build`, see `build_arguments.py`."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +20,7 @@ from ..utils.files import digest
 from ..utils.fingerprint import model_files
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
-from .parser import refuse_unused, run_stage
+from .parser import refuse_unused
 
 
 _OF_REQUESTS = tuple(field.name for field in fields(arguments.RequestArguments))
@@ -278,18 +260,10 @@ def publish(args: arguments.PublishArguments) -> None:
     Console().print(f"The dataset is at {escape(url)}.")
 
 
-STAGES: dict[str, tuple[type, Callable]] = {
-    "prompts": (arguments.PromptsArguments, make_prompts),
-    "grids": (arguments.GridsArguments, make_grids),
-    "panels": (arguments.PanelsArguments, make_panels),
-    "annotate": (arguments.AnnotateArguments, annotate),
-    "rank": (arguments.RankArguments, rank),
-    "pairs": (arguments.PairsArguments, make_pairs),
-    "reasons": (arguments.ReasonsArguments, make_reasons),
-    "publish": (arguments.PublishArguments, publish),
-}
-
-
-def main(words: list[str]) -> int:
+def run_stage(stage: str, args: Any) -> None:
     """Run a stage."""
-    return run_stage(words, STAGES, "paco-trl build", __doc__)
+    stages: dict[str, Callable] = {
+        "prompts": make_prompts, "grids": make_grids, "panels": make_panels, "annotate": annotate, "rank": rank,
+        "pairs": make_pairs, "reasons": make_reasons, "publish": publish,
+    }  # fmt: skip
+    stages[stage](args)

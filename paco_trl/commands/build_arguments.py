@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the stages of `paco-trl build`."""
+r"""
+Build a dataset of consistent and inconsistent pairs of images as PaCo-Dataset was built, in a directory for each stage.
+
+    paco-trl build prompts --dataset_name prompts.jsonl
+    paco-trl build grids --model_name_or_path black-forest-labs/FLUX.1-dev
+    paco-trl build panels
+    paco-trl build rank
+    paco-trl build pairs
+    paco-trl build reasons --base_url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-72B-Instruct
+    paco-trl build publish --hub_model_id user/my-pairs
+
+Instead of `rank` (by construction or by a judge) people rank with `annotate`, a Gradio app. `paco-trl build <stage>
+--help` lists the options of a stage; `--config file.yaml` reads them from a file.
+
+Interrupted stages resume automatically. The pairs train a judge:
+
+    paco-trl reward --dataset_name build/pairs/dataset --dataset_split train --eval_split test \
+        --first_token_weight 1 --output_dir my-judge
+"""
 
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from .parser import option
+from .parser import option, run_stage
+from .script_arguments import check_stage
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -138,3 +157,20 @@ class PublishArguments(BuildArguments):
     hub_model_id: str = option(MISSING, "Hub id of the dataset.")
     private: bool = option(True, "Whether a new dataset is private.")
     license: str | None = option(None, "License of the dataset. If `None`, that of the model of the grids.")
+
+
+STAGES = {
+    "prompts": PromptsArguments,
+    "grids": GridsArguments,
+    "panels": PanelsArguments,
+    "annotate": AnnotateArguments,
+    "rank": RankArguments,
+    "pairs": PairsArguments,
+    "reasons": ReasonsArguments,
+    "publish": PublishArguments,
+}
+
+
+def main(words: list[str]) -> int:
+    """Run a stage."""
+    return run_stage(words, STAGES, "build", __doc__, check_stage)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.modeling import convert_file_size_to_int
 from datasets import Dataset
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -41,9 +40,9 @@ from ..trainer.checks import check_eval_datasets, check_panels_used, check_train
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
 from . import reward
+from .doctor_arguments import PlanArguments, parser_for
 from .env import VERSIONS, newer_than_tested, version_of
-from .grpo import parser_of
-from .parser import CommandParser, option
+from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,
@@ -90,30 +89,6 @@ class Row:
     advice: str = ""
     check: str = ""
     table: Table | None = None
-
-
-@dataclass
-class PlanArguments:
-    """What the memory is planned for."""
-
-    device_memory: str | None = option(
-        None,
-        "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
-    )
-
-    def memory_of(self, args: Any) -> int | None:
-        """Return the memory of the card."""
-        if self.device_memory is None:
-            is_there = torch.cuda.is_available() and not args.use_cpu
-            return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
-        size = self.device_memory.replace(" ", "").upper()  # a lower-case b would be bits
-        size += "IB" if size[-1:] in "GMT" else "GIB" if size[-1:].isdigit() else ""
-        try:
-            return convert_file_size_to_int(size)
-        except ValueError:
-            raise ValueError(
-                f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB."
-            ) from None
 
 
 @dataclass
@@ -482,7 +457,7 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
         checks = {name: CHECKS[name] for name in ("versions", "configuration", "output directory", "hub", "memory")}
     with tempfile.TemporaryDirectory() as temporary_dir, ExitStack() as stack:
         stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
-        state = DoctorState(_parser(command), words, temporary_dir)
+        state = DoctorState(parser_for(command), words, temporary_dir)
         for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
             missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
@@ -522,32 +497,14 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     return rows
 
 
-def _parser(command: str) -> CommandParser:
-    text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {command}`."
-    program = f"paco-trl doctor {command}"
-    if command == "reward":
-        return reward.parser_of(PlanArguments, prog=program, description=text)
-    config = PaCoNFTConfig if command == "nft" else PaCoGRPOConfig
-    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
-
-
 def _listed(counter: Counter) -> str:
     """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
     shown = [f"{a} x {b} ({count})" for (a, b), count in counter.most_common(4)]
     return ", ".join(shown) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; return 0 if no check failed, else 1."""
-    command, *words = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        sys.stdout.write("usage: paco-trl doctor {grpo,nft,reward} [the options of that command]\n")
-        return 0
-    if command not in ("grpo", "nft", "reward"):
-        raise ValueError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
-    if {"--help", "-h"} & set(words):
-        _parser(command).print_help()
-        return 0
+def diagnose(command: str, words: list[str]) -> int:
+    """Run all checks; return 0 if none failed, else 1."""
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     rows = examine(command, words, console)

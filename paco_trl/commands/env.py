@@ -5,7 +5,6 @@ import importlib.metadata
 import platform
 import sys
 
-import torch
 from packaging.version import Version
 
 
@@ -36,6 +35,11 @@ def newer_than_tested() -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
+    if arguments:
+        sys.stdout.write("usage: paco-trl env\n\nIt takes no options, and prints what a bug report needs.\n")
+        return 0 if arguments[0] in ("-h", "--help") else 2
+    import torch
+
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     rows = {
         "platform": f"{platform.system()} {platform.machine()}",

@@ -1,25 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""
-Is an adapter better than its base model on your own prompts? One call generates, scores, and writes a page:
-
-    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter paco-flux \
-        --rewards consistency clip_t --output_dir evaluation/prompts
-
-An adapter and its base model on T2IS-Bench or GEdit-Bench, in one call, or in the steps `generate`, `score` and `report`:
-
-    paco-trl evaluate images t2is --dataset_name t2is.jsonl --adapter user/paco-flux \
-        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it --output_dir evaluation
-
-`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well (`--config file.yaml`).
-Interrupted stages resume. Images that were generated elsewhere are scored with `score --images directory`.
-
-A judge is evaluated on rankings by people, or on EditReward-Bench:
-
-    paco-trl evaluate judge --judge_model X-GenGroup/PaCo-Reward-7B --output_dir results
-"""
+"""The stages of `paco-trl evaluate`, see `evaluate_arguments.py`."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -54,16 +37,16 @@ from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
-from .evaluate_judge import OF_JUDGES, JudgeArguments, evaluate
+from .evaluate_judge import evaluate
 from .evaluate_prompts import evaluate_prompts, load_run_card
-from .parser import refuse_unused, run_stage
+from .parser import refuse_unused
 
 
 _ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
 
 # Options of `score` that only one of the benchmarks has
 _T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
-_T2IS_ONLY += ("batch_size", "trust_remote_code", *OF_JUDGES)
+_T2IS_ONLY += ("batch_size", "trust_remote_code", *arguments.OF_JUDGES)
 _GEDIT_ONLY = ("protocol", "gedit_repo")
 # What an option of `score` is for
 _NEEDED = {
@@ -228,7 +211,7 @@ def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(benchmarks.score_consistency)
     if all(url is not None for _, url in work):
-        refuse_unused(args, (*OF_JUDGES, "trust_remote_code"), "without a judge in the process")
+        refuse_unused(args, (*arguments.OF_JUDGES, "trust_remote_code"), "without a judge in the process")
         if args.aesthetics_head is None:
             refuse_unused(args, ("device", "dtype", "batch_size"), "without a model in the process")
     for name, url in work:
@@ -340,19 +323,17 @@ def images(args: arguments.ImagesArguments) -> None:
     )
 
 
-STEPS = {
-    "prompts": (arguments.PromptsArguments, evaluate_prompts),
-    "images": (arguments.ImagesArguments, images),
-    "generate": (arguments.GenerateArguments, lambda args: run(generate(args))),
-    "score": (arguments.ScoreArguments, lambda args: run(score(args))),
-    "report": (arguments.ReportArguments, lambda args: run(report(args))),
-    "judge": (JudgeArguments, evaluate),
-}
-
-
-def main(words: list[str]) -> int:
+def run_stage(stage: str, args: Any) -> None:
     """Run a stage."""
-    if words and words[0] in STEPS and words[0] != "judge":
+    if stage != "judge":
         # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
         PartialState(cpu=not torch.accelerator.is_available())
-    return run_stage(words, STEPS, "paco-trl evaluate", __doc__, positional={"images": "benchmark"})
+    stages: dict[str, Callable] = {
+        "prompts": evaluate_prompts,
+        "images": images,
+        "generate": lambda args: run(generate(args)),
+        "score": lambda args: run(score(args)),
+        "report": lambda args: run(report(args)),
+        "judge": evaluate,
+    }
+    stages[stage](args)

@@ -1,5 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the stages of `paco-trl evaluate`."""
+r"""
+Is an adapter better than its base model on your own prompts? One call generates, scores, and writes a page:
+
+    paco-trl evaluate prompts --dataset_name sets.jsonl --adapter paco-flux \
+        --rewards consistency clip_t --output_dir evaluation/prompts
+
+An adapter and its base model on T2IS-Bench or GEdit-Bench, in one call, or in the steps `generate`, `score` and `report`:
+
+    paco-trl evaluate images t2is --dataset_name t2is.jsonl --adapter user/paco-flux \
+        --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it --output_dir evaluation
+
+`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well (`--config file.yaml`).
+Interrupted stages resume. Images that were generated elsewhere are scored with `score --images directory`.
+
+A judge is evaluated on rankings by people, or on EditReward-Bench:
+
+    paco-trl evaluate judge --judge_model X-GenGroup/PaCo-Reward-7B --output_dir results
+"""
 
 import os
 from dataclasses import MISSING, dataclass
@@ -7,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
 from .build_arguments import DTYPES, PipelineArguments, RequestArguments
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option
-from .script_arguments import PromptDataArguments, RewardOptions
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, run_stage
+from .script_arguments import PromptDataArguments, RewardOptions, check_stage
 
 
 if TYPE_CHECKING:
@@ -18,6 +35,16 @@ if TYPE_CHECKING:
 
 # What only a judge on a server has
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
+# Benchmark -> its dataset
+BENCHMARKS = {
+    "rankings": "X-GenGroup/ConsistencyRank-Bench",
+    "edit_reward": "EditScore/EditReward-Bench",
+    "vc_reward": "GEditBench-v2/VCReward-Bench",
+    "editreward_compass": "DogNeverSleep/EditReward-Compass",
+}
+# What only a judge in the process has
+OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
+IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code")
 
 
 @dataclass
@@ -192,3 +219,51 @@ class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
 
     benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).", choices=("t2is", "gedit"))
     output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")
+
+
+@dataclass
+class JudgeArguments(JudgeOptions):
+    """Judge or baseline, benchmark, and the directory of the results."""
+
+    judge_model: str = option(
+        "X-GenGroup/PaCo-Reward-7B",
+        "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
+    )
+    benchmark: str = option(
+        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
+    )
+    dataset_name: str | None = option(
+        None,
+        "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
+        "the benchmark on the Hub.",
+    )
+    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
+    dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
+    protocol: str = option(
+        "default",
+        "How it is measured: `default`, or `published` for what the published scripts do.",
+        choices=PROTOCOLS,
+    )
+    template: str | None = option(
+        None,
+        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
+        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
+        "edits; if `None`, each edit alone is asked about.",
+    )
+    output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
+    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
+
+
+STAGES = {
+    "prompts": PromptsArguments,
+    "images": ImagesArguments,
+    "generate": GenerateArguments,
+    "score": ScoreArguments,
+    "report": ReportArguments,
+    "judge": JudgeArguments,
+}
+
+
+def main(words: list[str]) -> int:
+    """Run a stage."""
+    return run_stage(words, STAGES, "evaluate", __doc__, check_stage, positional={"images": "benchmark"})

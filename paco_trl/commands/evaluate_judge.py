@@ -9,7 +9,6 @@ scores of its own (delete those of a judge on a server). Run several judges into
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,54 +29,8 @@ from ..evaluation.edit_reward import LAYOUTS
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
-from ..utils.option_checks import PROTOCOLS
-from .evaluate_arguments import SERVED_ONLY, JudgeOptions, load_judge
-from .parser import judge_options, option, refuse_unused
-
-
-# Benchmark -> its dataset
-BENCHMARKS = {
-    "rankings": "X-GenGroup/ConsistencyRank-Bench",
-    "edit_reward": "EditScore/EditReward-Bench",
-    "vc_reward": "GEditBench-v2/VCReward-Bench",
-    "editreward_compass": "DogNeverSleep/EditReward-Compass",
-}
-# What only a judge in the process has
-OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
-IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code")
-
-
-@dataclass
-class JudgeArguments(JudgeOptions):
-    """Judge or baseline, benchmark, and the directory of the results."""
-
-    judge_model: str = option(
-        "X-GenGroup/PaCo-Reward-7B",
-        "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
-    )
-    benchmark: str = option(
-        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
-    )
-    dataset_name: str | None = option(
-        None,
-        "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
-        "the benchmark on the Hub.",
-    )
-    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
-    dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
-    protocol: str = option(
-        "default",
-        "How it is measured: `default`, or `published` for what the published scripts do.",
-        choices=PROTOCOLS,
-    )
-    template: str | None = option(
-        None,
-        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
-        "edits; if `None`, each edit alone is asked about.",
-    )
-    output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
-    clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
+from .evaluate_arguments import BENCHMARKS, IN_PROCESS_ONLY, OF_JUDGES, SERVED_ONLY, JudgeArguments, load_judge
+from .parser import judge_options, refuse_unused
 
 
 def load_scorer(script_args: JudgeArguments):

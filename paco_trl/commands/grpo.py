@@ -13,14 +13,9 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
-from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-from ..rollout.families import FAMILIES, Family
-from ..rollout.loading import read_index
-from ..trainer.config_utils import REFUSED_GRPO_FIELDS
-from ..utils.option_checks import UNUSED_FIELDS
+from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS
 from .main import say
-from .parser import CommandParser
+from .parser import CommandParser, config_options
 from .script_arguments import (
     ScriptArguments,
     check_judged,
@@ -34,48 +29,60 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
-from .training import check_start, train_and_save
+
+
+def _fitting(defaults: dict[str, Any], hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a family for options that are not given."""
+    if given.get("edits") is False:  # they are for edits
+        return {}
+    # Stochastic steps are indices of the family's number of steps
+    left_out = (*given, *hidden, *(["sde_steps"] if "num_inference_steps" in given else []))
+    return {option: value for option, value in defaults.items() if option not in left_out}
 
 
 def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of the model's family for options that are not given, and say them."""
+    from ..rollout.families import FAMILIES, Family
+    from ..rollout.loading import read_index
+
     kwargs = given.get("model_init_kwargs") or {}
     try:
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     except ValueError as error:
         raise ValueError(f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}.") from error
     name = str(read_index(given.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"])
-    if given.get("edits") is False:  # they are for edits
-        return {}
-    defaults = FAMILIES.get(name, Family).training_defaults
-    # Stochastic steps are indices of the family's number of steps
-    left_out = (*given, *hidden, *(["sde_steps"] if "num_inference_steps" in given else []))
-    defaults = {option: value for option, value in defaults.items() if option not in left_out}
+    defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, given)
     if defaults and os.environ.get("RANK", "0") == "0":
         listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
         say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
     return defaults
 
 
-def parser_of(*classes: type, prog: str, **kwargs) -> CommandParser:
+def parser_of(*kinds: type | str, prog: str, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
-    is_nft = any(issubclass(kind, PaCoNFTConfig) for kind in classes)
-    hidden = (*REFUSED_GRPO_FIELDS, *(UNUSED_FIELDS if is_nft else ()))
-    presets = partial(family_defaults, prog, hidden)
+    is_nft = "PaCoNFTConfig" in kinds
+    hidden = UNUSED_FIELDS if is_nft else ()
+    families = [{}, *config_options()["family_defaults"].values()]
 
     def foreign(options: dict[str, Any]) -> dict[str, str]:
-        is_of_grpo = is_nft and options.get("loss_type") in PaCoGRPOConfig.loss_types
+        is_of_grpo = is_nft and options.get("loss_type") in GRPO_LOSSES
         objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
         is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         return dict.fromkeys(objective, f"`{prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
 
     return CommandParser(
-        classes, hidden, is_launched=True, presets=presets, foreign=foreign, check=check_options, prog=prog, **kwargs
-    )
+        kinds, hidden, is_launched=True, presets=partial(family_defaults, prog, hidden), foreign=foreign,
+        known_presets=lambda given: [_fitting(defaults, hidden, given) for defaults in families], check=check_options,
+        prog=prog, **kwargs,
+    )  # fmt: skip
 
 
-def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
+    from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+    from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
+    from .training import check_start, train_and_save
+
     check_start(training_args, PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER)
     check_rewards(script_args, training_args)
     train_dataset = load_train_prompts(script_args)
@@ -102,15 +109,13 @@ def train(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
     train_and_save(trainer, script_args.dataset_name, images)
 
 
-def main(
-    arguments: list[str], config_class: type[PaCoGRPOConfig] = PaCoGRPOConfig, prog: str = "paco-trl grpo"
-) -> int:
+def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco-trl grpo") -> int:
     """Run the command with the options of the config."""
-    text = None if issubclass(config_class, PaCoNFTConfig) else __doc__
-    train(*parser_of(ScriptArguments, config_class, prog=prog, description=text).parse_args_and_config(arguments))
+    text = None if config == "PaCoNFTConfig" else __doc__
+    train(*parser_of(ScriptArguments, config, prog=prog, description=text).parse_args_and_config(arguments))
     return 0
 
 
 def main_nft(arguments: list[str]) -> int:
     """Run `paco-trl nft`."""
-    return main(arguments, config_class=PaCoNFTConfig, prog="paco-trl nft")
+    return main(arguments, config="PaCoNFTConfig", prog="paco-trl nft")

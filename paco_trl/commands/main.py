@@ -25,13 +25,16 @@ COMMANDS = {
     "grpo": ("paco_trl.commands.grpo", "trains an image model with PaCo-GRPO"),
     "nft": ("paco_trl.commands.grpo:main_nft", "trains an image model with DiffusionNFT"),
     "reward": ("paco_trl.commands.reward", "trains a judge of consistency"),
-    "evaluate": ("paco_trl.commands.evaluate", "evaluates an image model, or a judge"),
-    "build": ("paco_trl.commands.build", "builds a dataset of pairs for a judge"),
-    "doctor": ("paco_trl.commands.doctor", "checks a model, a dataset and settings before training"),
-    "push": ("paco_trl.commands.push", "uploads to the Hub what a run has saved"),
-    "space": ("paco_trl.commands.space", "writes a Space that compares base model and adapter, and runs it"),
-    "merge": ("paco_trl.commands.merge", "merges an adapter into the weights of its base model"),
-    "serve": ("paco_trl.commands.serve", "serves a judge with vLLM, for rewards over HTTP"),
+    "evaluate": ("paco_trl.commands.evaluate_arguments", "evaluates an image model, or a judge"),
+    "build": ("paco_trl.commands.build_arguments", "builds a dataset of pairs for a judge"),
+    "doctor": ("paco_trl.commands.doctor_arguments", "checks a model, a dataset and settings before training"),
+    "push": ("paco_trl.commands.model_arguments:main_push", "uploads to the Hub what a run has saved"),
+    "space": (
+        "paco_trl.commands.model_arguments:main_space",
+        "writes a Space that compares base model and adapter, and runs it",
+    ),
+    "merge": ("paco_trl.commands.model_arguments:main_merge", "merges an adapter into the weights of its base model"),
+    "serve": ("paco_trl.commands.model_arguments:main_serve", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
 _TRAINING = ("grpo", "nft", "reward")

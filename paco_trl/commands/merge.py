@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl merge`: an adapter, merged into the weights of its base model."""
 
-import sys
 import warnings
-from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +25,11 @@ from ..utils.files import find_model_file, new_folder, peft_folder
 from ..utils.names import check_adapter_base
 from ..utils.text import read_json
 from .main import say
-from .parser import CommandParser, option
+from .model_arguments import MergeArguments
 from .push import find_saved_model
 
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-@dataclass
-class MergeArguments:
-    """Adapter to merge, and where the merged weights go."""
-
-    adapter: str = option(
-        MISSING, "LoRA adapter: Hub id, directory, file, or output directory of a run, whose newest model is used."
-    )
-    output_dir: str = option(
-        MISSING, "New directory for the merged weights: a judge's whole model, or `transformer` of an image pipeline."
-    )
-    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
-    dtype: str | None = option(
-        None,
-        "`float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.",
-        choices=("float32", "bfloat16", "float16"),
-    )
 
 
 def merge(args: MergeArguments) -> None:
@@ -156,18 +136,3 @@ def _merge_layers(model: PeftModel) -> nn.Module:
         # Other layers are merged here; PEFT warns of each LoRA layer that it is merged already
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return model.merge_and_unload()
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command."""
-    parser = CommandParser(
-        MergeArguments,
-        positional="adapter",
-        prog="paco-trl merge",
-        usage="paco-trl merge ADAPTER --output_dir DIRECTORY [options]",
-        description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
-    )
-    (args,) = parser.parse_args_and_config(arguments)
-    merge(args)
-    sys.stdout.write(f"Merged weights, and a README.md that shows how to load them: {args.output_dir}\n")
-    return 0

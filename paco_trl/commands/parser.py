@@ -2,34 +2,43 @@
 """Options and parser of the commands, and commands in stages."""
 
 import argparse
-import inspect
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
-from typing import Any, NoReturn, get_args, get_type_hints
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from transformers import AttentionInterface, TrainingArguments
-from trl import TrlParser
-
-from ..utils.text import shorten
+from ..utils.option_checks import image_problems, judge_problems, problems_of, refuse
+from ..utils.text import read_json, shorten
 from .main import read_config, say
 
 
-# What a run usually sets, in the order of the help
+# What README, recipes and pages set, in the order of the help; `--help all` has the others too
 _USUAL = (
-    *("model_name_or_path", "output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint", "seed"),
-    *("num_prompts_per_generation", "num_generations", "optimizer_steps_per_generation", "num_inference_steps"),
-    *("height", "width", "resolution_scale", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("rewards", "reward_weights", "judge_model", "judge_url", "edits", "dataset_name", "dataset_split"),
-    *("learning_rate", "beta", "nft_beta", "lora_r", "lora_alpha", "adapter", "use_peft"),
-    *("bf16", "use_cpu", "gradient_checkpointing", "quantization", "load_in_4bit"),
-    *("eval_strategy", "eval_steps", "eval_dataset_name", "eval_split", "save_steps", "logging_steps", "report_to"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo", "accelerate_config", "num_processes"),
+    *("model_name_or_path", "output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint"),
+    *(
+        "rewards",
+        "judge_model",
+        "judge_url",
+        "edits",
+        "dataset_split",
+        "eval_dataset_name",
+        "eval_split",
+        "eval_strategy",
+    ),
+    *("num_prompts_per_generation", "num_generations", "num_inference_steps", "guidance_scale", "height", "width"),
+    *("per_device_train_batch_size", "first_token_weight", "learning_rate", "nft_beta", "lora_r", "adapter"),
+    *("quantization", "load_in_4bit", "gradient_checkpointing", "use_cpu", "save_steps", "report_to"),
+    *("push_to_hub", "hub_model_id", "num_processes", "accelerate_config", "device_memory"),
 )
 
 # Where the help of TRL or transformers speaks of language models, or does not say what an option does here
@@ -79,11 +88,13 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
     for name, value in options.items():
         if url is not None:
             raise ValueError(f"`--judge_{name}` is {value!r}, but a served judge is quantized and run by its server.")
-    attention = options.get("attn_implementation", "eager")
-    if "/" not in attention and attention not in (known := ("eager", *AttentionInterface().valid_keys())):
-        raise ValueError(
-            f"`--judge_attn_implementation` is {attention!r}; it must be {', '.join(known)} or a kernel on the Hub."
-        )
+    if "/" not in (attention := options.get("attn_implementation", "/")):
+        from transformers import AttentionInterface  # takes seconds
+
+        if attention not in (known := ("eager", *AttentionInterface().valid_keys())):
+            raise ValueError(
+                f"`--judge_attn_implementation` is {attention!r}; it must be {', '.join(known)} or a kernel on the Hub."
+            )
     return options
 
 
@@ -97,78 +108,154 @@ def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option != name}
 
 
-class CommandParser(TrlParser):
+@cache
+def config_options() -> dict[str, Any]:
+    """Read the options of the configs as `make options` has described them: importing the classes takes seconds."""
+    return read_json(Path(__file__).with_name("config_options.json"))
+
+
+def describe(kind: type) -> dict[str, dict[str, Any]]:
+    """Describe the fields of a dataclass as options, in plain values."""
+    options, hints, limited = {}, get_type_hints(kind), getattr(kind, "choices", {})
+    for known in [known for known in fields(kind) if known.init]:
+        hint = hints[known.name]
+        types = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        found: dict[str, Any] = {"nullable": True} if NoneType in types else {}
+        types = tuple(each for each in types if each is not NoneType)
+        names = [each for each in types if isinstance(each, type) and issubclass(each, Enum)]
+        names = names or [each for each in types if get_origin(each) is Literal and str not in types]
+        if names:
+            found["choices"] = [getattr(value, "value", value) for value in get_args(names[0]) or names[0]]
+        elif str not in types and get_origin(types[0]) is list:
+            found |= {"nargs": "+", "type": get_args(types[0])[0].__name__}
+        elif str not in types and types[0] in (bool, int, float):
+            found["type"] = types[0].__name__
+        default = known.default if known.default_factory is MISSING else known.default_factory()
+        if default is MISSING:
+            found["required"] = True
+        elif default is not None:
+            found["default"] = getattr(default, "value", default)
+        if known.name in limited:
+            found["choices"] = [value for value in limited[known.name] if not isinstance(value, bool)]
+        options[known.name] = found | known.metadata
+    return options
+
+
+def _to_bool(word: str) -> bool:
+    values = {**dict.fromkeys(("true", "yes", "y", "1"), True), **dict.fromkeys(("false", "no", "n", "0"), False)}
+    if word.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither True nor False")
+    return values[word.lower()]
+
+
+_TYPES: dict[str, Callable] = {"bool": _to_bool, "int": int, "float": float}
+
+
+class CommandParser(argparse.ArgumentParser):
     """
-    Parser that hides the `hidden` options, names the nearest of an unknown one, and knows which options were typed.
+    Parser of the options of dataclasses, in the command line and in YAML; a config is named, and imported at the very end.
 
     `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
-    defaults that depend on the options that are given, `foreign` names those of a file that are not for this run,
-    with the reason, and `check` refuses options that contradict one another.
+    defaults that depend on the options that are given, of which `known_presets` are all that there are; `foreign` names
+    the options of a file that are not for this run, with the reason; and `check` yields what contradicts one another, for
+    the dataclasses and then also for the config. The fields `hidden` are not in the help.
     """
 
     def __init__(
         self,
-        dataclass_types: type | tuple[type, ...],
+        kinds: type | tuple[type | str, ...],
         hidden: Collection[str] = (),
         positional: str | None = None,
         is_launched: bool = False,
         presets: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        known_presets: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda options: [{}],
         foreign: Callable[[dict[str, Any]], dict[str, str]] = lambda options: {},
-        check: Callable[..., None] = lambda *parsed: None,
+        check: Callable[..., Iterable[str]] = lambda *parsed: (),
         **kwargs,
     ):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
-        super().__init__(dataclass_types, formatter_class=argparse.HelpFormatter, allow_abbrev=False, **kwargs)
-        self.positional, self.is_launched, self.presets = positional, is_launched, presets
-        self.foreign, self.check = foreign, check
-        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
-        self.nullable = {name for name, hint in hints.items() if type(None) in get_args(hint)}
-        if is_launched:  # by `main`, before the options are parsed
-            texts = {
-                "num_processes": "Start that many processes, one for each GPU.",
-                "accelerate_config": "A file of `accelerate`, or the name of a packaged one, such as `zero3`.",
-            }
-            for name, text in texts.items():
-                self.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS)
+        super().__init__(allow_abbrev=False, add_help=False, **kwargs)
+        self.positional, self.is_launched, self.presets, self.known_presets = (
+            positional,
+            is_launched,
+            presets,
+            known_presets,
+        )
+        self.foreign, self.check, self.shows_all = foreign, check, False
+        self.problems: list[str] = []
+        self.kinds: dict[type | str, dict[str, dict[str, Any]]] = {}
+        libraries: set[str] = set()
+        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+            if isinstance(kind, str):
+                described = config_options()
+                of_class = {base: described["options"][base] for base in described["bases"][kind]}
+                self.kinds[kind] = {name: option for options in of_class.values() for name, option in options.items()}
+                hidden = {*hidden, *described["unsupported"][kind]}
+                libraries |= {*self.kinds[kind]}.difference(*(of_class[base] for base in of_class if "PaCo" in base))
+            else:
+                self.kinds[kind] = describe(kind)
+        options = {name: option for kind in self.kinds.values() for name, option in kind.items()}
+        self.nullable = {name for name, option in options.items() if option.get("nullable")}
         # What must be set, what usually is, the package's other options, and those of TRL and transformers
         titles = ("required", "usual options", "options", "options of TRL and transformers")
         self.sections: dict[str, list[argparse.Action]] = {title: [] for title in titles}
         self.required, usual, package, others = self.sections.values()
-        classes = [base for kind in self.dataclass_types for base in kind.__mro__]
-        libraries = [kind for kind in classes if kind.__module__.split(".")[0] in ("transformers", "trl")]
-        names = set().union(*map(inspect.get_annotations, {*classes} - {*libraries}))
-        for action in self._actions:
-            # `--learning-rate` is taken too, but shown once
-            action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-            is_ours = not libraries or action.dest in {"help", *names}
-            is_usual = bool(libraries) and action.dest in _USUAL
-            section = self.required if action.required else usual if is_usual else package if is_ours else others
+        package.append(self.add_argument("-h", "--help", action="help", help="Show these options."))
+        if is_launched:  # by `main`, before the options are parsed
+            options["num_processes"] = {"help": "Start that many processes, one for each GPU."}
+            text = "A file of `accelerate`, or the name of a packaged one, such as `zero3`."
+            options["accelerate_config"] = {"help": text}
+        for name, option in options.items():
+            action = self._add_option(name, option)
+            is_usual = bool(libraries) and name in _USUAL
+            is_required = option.get("required", False)
+            section = self.required if is_required else usual if is_usual else others if name in libraries else package
             section.append(action)
-            if action.dest in hidden or action.dest == "fsdp_config" or action.option_strings[0].startswith("--no_"):
-                action.help = argparse.SUPPRESS  # training refuses FSDP
-                continue
-            action.help = _HELP.get(action.dest, action.help)
-            if action.default not in (None, argparse.SUPPRESS):
-                action.help = f"{action.help} (default: %(default)s)"
+            if name in hidden or name == "fsdp_config":  # training refuses FSDP
+                action.help = argparse.SUPPRESS
         usual.sort(key=lambda action: _USUAL.index(action.dest))
-        for action in self.required:
-            action.required = False  # for argparse, which would hide a misspelled one behind it
+
+    def _add_option(self, name: str, option: Mapping[str, Any]) -> argparse.Action:
+        is_bool, default = option.get("type") == "bool", option.get("default")
+        text = _HELP.get(name, option.get("help", ""))
+        action = self.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *option.get("aliases", ()))), dest=name,
+            default=default, help=text if default is None else f"{text} (default: %(default)s)",
+            type=_TYPES.get(option.get("type", ""), str), choices=option.get("choices"),
+            **({"nargs": "?", "const": True} if is_bool else {name: option.get(name) for name in ("nargs", "const")}),
+        )  # fmt: skip
+        if is_bool and default is True:
+            self.add_argument(f"--no_{name}", f"--no-{name.replace('_', '-')}", dest=name, action="store_false")
+        # `--learning-rate` is taken too, but shown once
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return action
 
     def format_help(self) -> str:
-        """List the options in sections."""
+        """List the options in sections: those of a run that are usually set, or all."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        for title, actions in self.sections.items():
+        is_short = bool(self.sections["usual options"]) and not self.shows_all
+        for title, actions in [*self.sections.items()][: 2 if is_short else None]:
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
+        if is_short:
+            formatter.add_text(f"`{self.prog} --help all` lists every option.")
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""
-        raise ValueError(message)
+        refuse([*self.problems, message])
+        raise AssertionError(message)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self.problems.append(f"`--{action.dest}`: {error.message}.")
+            return _UNSET
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         is_none = arg_string.lower() in ("none", "null") and arg_string != action.default  # a value of `report_to`
@@ -185,80 +272,132 @@ class CommandParser(TrlParser):
         What contradicts the command line in the file is left out, in one line. The command's own dataclasses get
         `typed`, the options that the user gave, on the command line or in a file that is no recipe of the package.
         """
-        config, words, recipe = read_config(sys.argv[1:] if args is None else args)
-        # As `TrlParser` does
-        os.environ |= {name: str(value) for name, value in (config.pop("env", None) or {}).items()}
-        if self.positional is not None and words and not words[0].startswith("-"):
-            words = [f"--{self.positional}", *words]
-        typed, given = self._parse(words), self._read(config, recipe)
-        for action in self.required:
-            if (typed | given).get(action.dest) is None:
-                raise ValueError(f"`--{action.dest}` is required.")
-        replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
-        left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if given.get(name) != "steps"}
-        left_out |= self.foreign(given)
-        left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
-        defaults = {name: value for name, value in given.items() if name not in left_out}
-        defaults = ({} if self.presets is None else self.presets(defaults | typed)) | defaults
-        chosen = {*typed} if recipe else {*typed, *given}
+        typed, defaults, given, left_out, chosen, recipe = self.read(sys.argv[1:] if args is None else args)
+        presets = {} if self.presets is None else self.presets(defaults | typed)
+        defaults, given = presets | defaults, presets | given
+
+        def find(options: dict[str, Any]) -> list[str]:
+            return [*problems_of(self._build, options, chosen)]
+
         try:
             parsed = self._build(defaults | typed, chosen)
-        except ValueError as error:
-            conflicts = self._find_conflicts(typed, defaults, chosen, error)
-            given, left_out = defaults | given, left_out | conflicts
+        except ValueError:
+            left_out |= (conflicts := self._settle(find, typed, defaults))
             parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, chosen)
         for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
             listed = ", ".join(f"{name}={shorten(given[name])}" for name in left_out if left_out[name] == by)
             say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
         return parsed
 
-    def _build(self, options: dict[str, Any], chosen: Collection[str]) -> tuple:
-        """Build the dataclasses, and check them together."""
+    def read(self, args: Sequence[str]) -> tuple:
+        """
+        Read the options, and refuse what is wrong without torch and the model, which take seconds. Return those that were
+        typed, those of the file that are taken, all of the file, those that are left out with the reason, which the user
+        has chosen, and the recipe's name.
+        """
+        words = [*args]
+        for word in {"-h", "--help"} & {*words}:
+            self.shows_all = "all" in words[words.index(word) + 1 :]
+            self.print_help()
+            self.exit()
+        config, words, recipe = read_config(words)
+        # As `TrlParser` does
+        os.environ |= {name: str(value) for name, value in (config.pop("env", None) or {}).items()}
+        if self.positional is not None and words and not words[0].startswith("-"):
+            words = [f"--{self.positional}", *words]
+        typed, given = self._parse(words), self._read(config, recipe)
+        replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
+        left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if given.get(name) != "steps"}
+        left_out |= self.foreign(given)
+        left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
+        defaults = {name: value for name, value in given.items() if name not in left_out}
+        chosen = {*typed} if recipe else {*typed, *given}
+        left_out |= (conflicts := self._settle(lambda options: self._find_early(options, chosen), typed, defaults))
+        defaults = {name: value for name, value in defaults.items() if name not in conflicts}
+        return typed, defaults, given, left_out, chosen, recipe
+
+    def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[str]:
+        """Find what is wrong whichever presets the model has, before a config is imported."""
+        missing = [f"`--{action.dest}` is required." for action in self.required if options.get(action.dest) is None]
+        options, found = dict.fromkeys(action.dest for action in self.required) | options, []
+        for preset in self.known_presets(options):
+            try:
+                found.append([*self._problems(*self._fill(preset | options, chosen))])
+            except ValueError as error:  # of a dataclass that checks itself
+                found.append([str(error)])
+        texts = [{_VALUES.sub("", problem) for problem in problems} for problems in found]
+        return [*missing, *(problem for problem in found[0] if _VALUES.sub("", problem) in set.intersection(*texts))]
+
+    def _fill(self, options: dict[str, Any], chosen: Collection[str], is_built: bool = False) -> list[Any]:
+        """Fill the dataclasses, and the configs or, before they are imported, what stands for them."""
         parsed: list[Any] = []
-        for kind in self.dataclass_types:
-            names = [known.name for known in fields(kind) if known.init and known.name in options]
-            parsed.append(kind(**{name: options[name] for name in names}))
-            for name in names:
-                if name.endswith("_dir") and isinstance(options[name], str) and os.path.isfile(options[name]):
-                    raise ValueError(f"`--{name}` is {options[name]!r}, which is a file. Name a directory.")
-            if issubclass(kind, TrainingArguments):  # which checks itself
+        for kind, known in self.kinds.items():
+            values = {name: options[name] for name in known if name in options}
+            if isinstance(kind, str) and not is_built:
+                parsed.append(
+                    SimpleNamespace(**{name: option.get("default") for name, option in known.items()} | values)
+                )
                 continue
-            parsed[-1].typed = {name for name in chosen if options.get(name) is not None}
-            for name, value in vars(parsed[-1]).items():
+            made: Any = getattr(import_module("paco_trl"), kind) if isinstance(kind, str) else kind
+            if unknown := values.keys() - {known.name for known in fields(made)}:
+                raise ValueError(
+                    f"The installed TRL and transformers have no option `--{min(unknown)}`. Leave it out."
+                )
+            parsed.append(made(**values))
+            if not isinstance(kind, str):
+                parsed[-1].typed = {name for name in chosen if options.get(name) is not None}
+        return parsed
+
+    def _problems(self, *parsed: Any) -> Iterator[str]:
+        """Find what is wrong with filled dataclasses, and with what stands for a config, which checks itself."""
+        for (kind, known), args in zip(self.kinds.items(), parsed, strict=True):
+            for name, value in vars(args).items():
+                if name.endswith("_dir") and isinstance(value, str) and os.path.isfile(value):
+                    yield f"`--{name}` is {value!r}, which is a file. Name a directory."
                 values, least = value if isinstance(value, list) else [value], 0 if "seed" in name else 1
-                if any(type(number) is int and number < least for number in values):
-                    raise ValueError(f"`--{name}` is {value}, but must be at least {least}.")
-        self.check(*parsed)
+                if not isinstance(kind, str) and any(type(number) is int and number < least for number in values):
+                    yield f"`--{name}` is {value}, but must be at least {least}."
+            if isinstance(args, SimpleNamespace):
+                defaults = {name: option.get("default") for name, option in known.items()}
+                check = judge_problems if "first_token_weight" in known else image_problems
+                yield from check(args, defaults, config_options()["unsupported"][kind])
+        yield from self.check(*parsed)
+
+    def _build(self, options: dict[str, Any], chosen: Collection[str]) -> tuple:
+        """Build the dataclasses and the config, and check them together."""
+        parsed = self._fill(options, chosen, is_built=True)
+        refuse(self._problems(*parsed))
         return tuple(parsed)
 
-    def _find_conflicts(
-        self, typed: dict[str, Any], defaults: dict[str, Any], chosen: Collection[str], error: ValueError
+    def _settle(
+        self, find: Callable[[dict[str, Any]], list[str]], typed: dict[str, Any], defaults: dict[str, Any]
     ) -> dict[str, str]:
-        """Find what contradicts the command line in `defaults`, and which option it contradicts, by leaving each out."""
+        """
+        Find what contradicts the command line in `defaults`, and which option it contradicts, by leaving each out; refuse
+        what is wrong otherwise.
+        """
 
-        def error_of(typed: dict[str, Any], defaults: dict[str, Any]) -> str:
-            try:
-                self._build(defaults | typed, chosen)
-            except ValueError as found:
-                return _VALUES.sub("", str(found))
-            return ""
+        def masked(typed: dict[str, Any], defaults: dict[str, Any]) -> dict[str, str]:
+            return {_VALUES.sub("", problem): problem for problem in find(defaults | typed)}
 
-        conflicts, left, text = {}, defaults, _VALUES.sub("", str(error))
+        conflicts, left, refused = {}, defaults, {}
+        # Without `--use_cpu` the machine refuses other things
+        needed = {"use_cpu", *(action.dest for action in self.required)}
         logging.disable(logging.WARNING)  # of each trial
         try:
-            while text:
-                # Without `--use_cpu` the machine refuses other things
-                needed = {"use_cpu", *(action.dest for action in self.required)}
+            while found := {text: problem for text, problem in masked(typed, left).items() if text not in refused}:
+                text = next(iter(found))
                 words = [name for name in typed if name not in needed]
-                by = next((name for name in words if error_of(_without(typed, name), left) != text), None)
+                by = next((name for name in words if text not in masked(_without(typed, name), left)), None)
                 given = [name for name in left if name not in typed]
-                name = next((name for name in given if error_of(typed, _without(left, name)) != text), None)
+                name = next((name for name in given if text not in masked(typed, _without(left, name))), None)
                 if by is None or name is None:
-                    raise ValueError(str(error)) from error  # also of TRL's and transformers' settings
-                conflicts[name], left = f"`--{by}`", _without(left, name)
-                text = error_of(typed, left)
+                    refused[text] = found[text]
+                else:
+                    conflicts[name], left = f"`--{by}`", _without(left, name)
+            refuse(refused.values())
             for name in list(conflicts):  # what only seemed to be in the way
-                if not error_of(typed, left | {name: defaults[name]}):
+                if not masked(typed, left | {name: defaults[name]}):
                     del conflicts[name]
                     left[name] = defaults[name]
         finally:
@@ -266,11 +405,16 @@ class CommandParser(TrlParser):
         return conflicts
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options that are among these words."""
+        """Return the options that are among these words; refuse all that are none, and all wrong values."""
+        self.problems = []
         unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         parsed, unknown = self.parse_known_args(words, unset)
-        if unknown:
-            raise ValueError(self._describe_unknown(unknown[0]))
+        is_value = False  # of an unknown option: it may be a token
+        for word in unknown:
+            if word.startswith("-") or not is_value:
+                self.problems.append(self._describe_unknown(word))
+            is_value = word.startswith("-") and "=" not in word or is_value and not word.startswith("-")
+        refuse(self.problems)
         options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
         return self._split_weights({name: None if value == [None] else value for name, value in options.items()})
 
@@ -342,24 +486,31 @@ class CommandParser(TrlParser):
         return self._split_weights(self._parse(words) | options)
 
 
+def work_of(module: str, function: str) -> Callable:
+    """Import what a command does, once its options are parsed: that takes seconds."""
+    return getattr(import_module(f"..{module}", __name__), function)
+
+
 def run_stage(
     words: list[str],
-    stages: Mapping[str, tuple[type, Any]],
-    program: str,
+    stages: Mapping[str, type],
+    command: str,
     text: str | None,
+    check: Callable[..., Iterable[str]],
     positional: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the stage that the first word names, with the options behind it."""
+    """Run the stage that the first word names, with the options behind it, by `run_stage` of the command's module."""
     if not words or words[0] in ("-h", "--help"):
-        lines = [f"  {name:<9} {arguments.__doc__}" for name, (arguments, _) in stages.items()]
+        lines = [f"  {name:<9} {arguments.__doc__}" for name, arguments in stages.items()]
         sys.stdout.write("\n".join([(text or "").strip(), "", "Stages:", *lines, ""]))
         return 0
-    if words[0] not in stages:
-        raise ValueError(f"There is no stage {words[0]!r}. It must be one of: {', '.join(stages)}.")
     stage, *words = words
-    arguments, run = stages[stage]
-    parser = CommandParser(
-        arguments, positional=(positional or {}).get(stage), is_launched=True, prog=f"{program} {stage}"
-    )
-    run(*parser.parse_args_and_config(words))
+    if stage not in stages:
+        near = "".join(f" Did you mean `{name}`?" for name in get_close_matches(stage, stages, 1))
+        raise ValueError(f"There is no stage {stage!r}.{near} It must be one of: {', '.join(stages)}.")
+    named = (positional or {}).get(stage)
+    program = f"paco-trl {command} {stage}"
+    parser = CommandParser(stages[stage], positional=named, is_launched=True, check=check, prog=program)
+    (args,) = parser.parse_args_and_config(words)
+    work_of(command, "run_stage")(stage, args)
     return 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl push`: uploads what a run has saved."""
 
-import sys
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -13,17 +12,7 @@ from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
-from .parser import CommandParser, option
-
-
-@dataclass
-class PushArguments:
-    """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
-
-    folder: str = option(MISSING, "Output directory of a run (its newest model), or one checkpoint or merged model.")
-    hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
-    private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
-    hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
+from .model_arguments import PushArguments
 
 
 def find_saved_model(folder: Path) -> Path:
@@ -78,11 +67,3 @@ def push(args: PushArguments) -> str:
     contents = {"README.md": text, SETTINGS: settings_text(card_there)}
     pusher.push_now(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command."""
-    parser = CommandParser(PushArguments, positional="folder", prog="paco-trl push")
-    (args,) = parser.parse_args_and_config(arguments)
-    sys.stdout.write(f"{push(args)}\n")
-    return 0

@@ -5,26 +5,20 @@ vision-language model. Options are those of `PaCoRewardConfig` and of the argume
 YAML file (`--config file.yaml`); the defaults are the paper's.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-from datasets import Dataset
-from filelock import FileLock
-from peft import LoraConfig
-from trl import ModelConfig, get_quantization_config
-
-from .. import PaCoRewardConfig, PaCoRewardTrainer
-from ..data import load_paco_dataset, rankings_to_pairs, swap_pairs, validate_pairs
-from ..data.dataset_files import load_split
-from ..data.pairs import as_pairs
-from ..hub.files import JUDGE_ADAPTER
-from ..trainer.config_utils import REFUSED_SFT_FIELDS
-from ..utils.files import digest, take_lock
-from ..utils.stage_folder import is_saved
+from ..utils.names import check_dataset_name
+from ..utils.option_checks import problems_of
 from .parser import CommandParser, option, refuse_unused
-from .training import check_start, train_and_save
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from .. import PaCoRewardConfig
 
 
 @dataclass
@@ -68,9 +62,14 @@ class ScriptArguments:
 
 
 def load_pairs(
-    script_args: ScriptArguments, training_args: PaCoRewardConfig, split: str | None, files: list[str] | None
-) -> Dataset:
+    script_args: ScriptArguments, training_args: "PaCoRewardConfig", split: str | None, files: list[str] | None
+) -> "Dataset":
     """Load the pairs of a split, or of files of PaCo-Dataset, and check them."""
+    from ..data import load_paco_dataset, rankings_to_pairs, validate_pairs
+    from ..data.dataset_files import load_split
+    from ..data.pairs import as_pairs
+    from ..utils.stage_folder import is_saved
+
     name = script_args.dataset_name
     if split is None and not Path(name).expanduser().is_file():
         remedy = "For your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
@@ -88,17 +87,31 @@ def load_pairs(
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
-def check_options(script_args: ScriptArguments, *others: Any) -> None:
-    """Refuse options for data of another kind."""
+def check_options(script_args: ScriptArguments, *others: Any) -> Iterator[str]:
+    """Find options for data of another kind."""
+    yield from problems_of(check_dataset_name, script_args.dataset_name)
+    if script_args.load_in_4bit and script_args.load_in_8bit:
+        yield "`--load_in_4bit` and `--load_in_8bit` exclude each other."
     if script_args.eval_split is not None and script_args.dataset_split is None:
-        raise ValueError("`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`.")
+        yield "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    refuse_unused(script_args, unused, f"{where} the layout of PaCo-Dataset")
+    yield from problems_of(refuse_unused, script_args, unused, f"{where} the layout of PaCo-Dataset")
 
 
-def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None:
+def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:
     """Train a judge, and save it."""
+    import datasets
+    from filelock import FileLock
+    from peft import LoraConfig
+    from trl import ModelConfig, get_quantization_config
+
+    from .. import PaCoRewardTrainer
+    from ..data import swap_pairs
+    from ..hub.files import JUDGE_ADAPTER
+    from ..utils.files import digest, take_lock
+    from .training import check_start, train_and_save
+
     check_start(training_args, JUDGE_ADAPTER)
     eval_dataset = None
     # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
@@ -136,10 +149,10 @@ def train(script_args: ScriptArguments, training_args: PaCoRewardConfig) -> None
     train_and_save(trainer, script_args.dataset_name, images)
 
 
-def parser_of(*classes: type, **kwargs) -> CommandParser:
+def parser_of(*kinds: type, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `paco-trl reward`."""
     kwargs = {"is_launched": True, "check": check_options, **kwargs}
-    return CommandParser((ScriptArguments, PaCoRewardConfig, *classes), REFUSED_SFT_FIELDS, **kwargs)
+    return CommandParser((ScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that the training commands share with `paco-trl doctor`, and what they load."""
+"""
+Arguments that the training commands share with `paco-trl doctor`, and what they load. Functions import what takes seconds.
+"""
 
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -12,27 +15,21 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import torch
-from accelerate.logging import get_logger
-from datasets import Dataset
-from diffusers.quantizers import DiffusersAutoQuantizer
-from peft import LoraConfig
-
-from .. import PaCoGRPOConfig, rewards
-from ..data import load_edit_prompts, load_image_set_prompts
-from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
-from ..rewards.checks import check_columns, check_reward_functions
-from ..rewards.judge_rewards import RUBRICS, read_rubric
-from ..rewards.weighting import named_error
-from ..rollout.loading import check_config, read_peft_config
-from ..utils.option_checks import check_quantization, check_required, check_reward_weights
-from ..utils.quantization import quantization_config
+from .. import rewards
+from ..utils.names import check_dataset_name
+from ..utils.option_checks import check_quantization, check_required, check_reward_weights, problems_of
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from .. import PaCoGRPOConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -138,32 +135,45 @@ def _with_judge(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
 
 
-def check_options(script_args: ScriptArguments, training_args: PaCoGRPOConfig, *others: Any) -> None:
-    """Refuse options that contradict one another, or that were typed and would do nothing."""
+def check_options(script_args: ScriptArguments, training_args: Any, *others: Any) -> Iterator[str]:
+    """Find options that contradict one another, or that were typed and would do nothing."""
     lora, is_full = ("lora_r", "lora_alpha", "lora_target_modules"), not script_args.use_peft
     if is_full and script_args.adapter is not None:
-        raise ValueError("`--adapter` and `--use_peft False`, which trains all weights, exclude each other.")
-    if is_full and (given := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
-        raise ValueError(f"{', '.join(given)} would do nothing with `--use_peft False`. Leave it out.")
-    is_deepspeed = training_args.deepspeed_plugin is not None
-    check_quantization(training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
-    judge_options(script_args, script_args.judge_url)
-    check_data_options(script_args)
+        yield "`--adapter` and `--use_peft False`, which trains all weights, exclude each other."
+    elif is_full and (given := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
+        yield f"{', '.join(given)} would do nothing with `--use_peft False`. Leave it out."
+    # A config that is not built yet has none
+    is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
+    how = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
+    yield from problems_of(check_quantization, *how)
+    yield from problems_of(judge_options, script_args, script_args.judge_url)
+    for name in (script_args.dataset_name, script_args.eval_dataset_name, script_args.exclude_dataset_name):
+        yield from problems_of(check_dataset_name, name)
+    yield from problems_of(check_data_options, script_args)
     if "edit" in script_args.rewards and not script_args.edits:
-        raise ValueError("The reward `edit` is for `--edits`: instructions with source images.")
-    check_reward_options(script_args)
+        yield "The reward `edit` is for `--edits`: instructions with source images."
+    unknown = [*problems_of(check_reward_names, script_args)]
+    yield from unknown or problems_of(check_reward_options, script_args)
+    yield from problems_of(_check_weights, script_args, training_args)
+    for name in [] if unknown else [*script_args.rewards, *(script_args.eval_rewards or ())]:
+        yield from problems_of(_find_reward, name) if _is_own(name) else ()
     given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
     if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
-        raise ValueError(
-            f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
-        )
+        yield f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
     if not given:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
-        refuse_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
-    if is_full and "learning_rate" not in script_args.typed:
+        yield from problems_of(refuse_unused, script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+    if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
         logger.warning(
             f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
         )
+
+
+def check_stage(args: Any) -> Iterator[str]:
+    """Find data that are not there and rewards that are none in the arguments of a stage."""
+    for name in ("dataset_name", "train_dataset_name"):
+        yield from problems_of(check_dataset_name, getattr(args, name, None))
+    yield from problems_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
 
 
 def check_data_options(args: PromptDataArguments) -> None:
@@ -182,12 +192,12 @@ def check_reward_options(args: RewardOptions) -> None:
     refuse_unused(args, unused, f"with the rewards {', '.join(names)}")
 
 
-def load_train_prompts(script_args: ScriptArguments) -> Dataset:
+def load_train_prompts(script_args: ScriptArguments) -> "Dataset":
     """Load the prompts to train on."""
     return _load_prompts(script_args, cast(str, script_args.dataset_name), script_args.dataset_split)
 
 
-def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
+def load_eval_prompts(script_args: ScriptArguments) -> "Dataset | None":
     """Load the prompts to evaluate on."""
     name, split = script_args.eval_dataset_name, script_args.eval_split
     if split is None and name is None:
@@ -196,8 +206,11 @@ def load_eval_prompts(script_args: ScriptArguments) -> Dataset | None:
     return _load_prompts(script_args, cast(str, name), split or "train", is_training=False)
 
 
-def fit_panel_options(script_args: ScriptArguments, args: PaCoGRPOConfig, *datasets: Dataset | None) -> None:
+def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *datasets: "Dataset | None") -> None:
     """Leave out what a recipe says of separate images where no dataset has any."""
+    from .. import PaCoGRPOConfig
+    from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
+
     sets = [
         arrange_sets(dataset, args.set_layout) for dataset in datasets if dataset and "rows" in dataset.column_names
     ]
@@ -213,7 +226,9 @@ def fit_panel_options(script_args: ScriptArguments, args: PaCoGRPOConfig, *datas
             setattr(args, name, default)
 
 
-def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> Dataset:
+def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> "Dataset":
+    from ..data import load_edit_prompts, load_image_set_prompts
+
     config = script_args.dataset_config if name == script_args.dataset_name else None
     if not script_args.edits:
         return load_image_set_prompts(name, split, config)
@@ -228,30 +243,41 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
     )
 
 
-def check_reward_names(script_args: ScriptArguments) -> None:
+def check_reward_names(script_args: RewardOptions) -> None:
     """Refuse a reward that is none of the package and cannot be a user's, and options of a judge without one."""
-    names = [*script_args.rewards, *(script_args.eval_rewards or ())]
+    names = [*script_args.rewards, *(getattr(script_args, "eval_rewards", None) or ())]
     for name in names:
         if name.startswith(_RUBRIC):
+            from ..rewards.judge_rewards import read_rubric
+
             read_rubric(name.removeprefix(_RUBRIC))
         elif name not in _REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+            texts = (Path(__file__).parents[1] / "templates").glob("rubric_*.txt")
+            rubrics = [path.stem.replace("_", ":") for path in sorted(texts)]
             near = "".join(f" Did you mean `{known}`?" for known in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
             raise ValueError(
                 f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
-                f"{', '.join(_RUBRIC + rubric for rubric in RUBRICS)}, or your own: `my_rewards.py`, "
+                f"{', '.join(rubrics)}, or your own: `my_rewards.py`, "
                 "`my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
             raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
 
 
-def check_rewards(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
-    """Refuse rewards that are none, and settings that are not one for each, before anything is loaded."""
-    check_reward_names(script_args)
+def _check_weights(script_args: ScriptArguments, training_args: Any) -> None:
     names, method = script_args.rewards, training_args.multi_objective_aggregation
     weights = check_reward_weights(training_args.reward_weights, names, method)
     check_required(training_args.reward_required, names, weights)
+
+
+def check_rewards(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") -> None:
+    """Refuse rewards that are none, and settings that are not one for each, before anything is loaded."""
+    from ..rewards.checks import check_reward_functions
+
+    check_reward_names(script_args)
+    _check_weights(script_args, training_args)
+    names = script_args.rewards
     for name in (*names, *(script_args.eval_rewards or ())):
         if _is_own(name) and not has_model(name):
             check_reward_functions([_find_reward(name)])
@@ -281,6 +307,8 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     try:
         return reward() if isinstance(reward, type) else reward
     except (Exception, SystemExit) as error:
+        from ..rewards.weighting import named_error
+
         raise named_error(name, error, __file__) from error
 
 
@@ -298,6 +326,8 @@ def _find_reward(path: str) -> Callable:
             not is_file and isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")
         )
         if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
+            from ..rewards.weighting import named_error
+
             raise named_error(path, error, __file__) from error
         raise ValueError(
             f"There is no reward {path!r}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
@@ -365,9 +395,14 @@ def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
     return list(dict.fromkeys((args.judge_model, args.judge_url) for args in both if _with_judge(args.rewards)))
 
 
-def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) -> None:
+def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") -> None:
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
+    import torch
+    from diffusers.quantizers import DiffusersAutoQuantizer
+
     from ..rewards.paco_reward import read_judge_config
+    from ..rollout.loading import check_config
+    from ..utils.quantization import quantization_config
 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     if training_args.quantization not in (None, "fp8_storage"):
@@ -386,8 +421,11 @@ def check_models(script_args: ScriptArguments, training_args: PaCoGRPOConfig) ->
             read_judge_config(model)
 
 
-def check_judged(script_args: ScriptArguments, dataset: Dataset) -> None:
+def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     """Check that the prompts have what a judge compares and what the user's functions take, before models are loaded."""
+    from ..rewards.checks import check_columns
+    from ..rewards.judge_rewards import RUBRICS
+
     for name, judge in _WITH_JUDGE.items():
         if name in script_args.rewards:
             check_columns(getattr(rewards, judge), dataset, "the dataset")
@@ -427,8 +465,12 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     return [loaded[name] for name in evaluation.rewards]
 
 
-def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> LoraConfig | str | None:
+def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> "LoraConfig | str | None":
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
+    from peft import LoraConfig
+
+    from ..rollout.loading import read_peft_config
+
     if not script_args.use_peft:
         return None
     if script_args.adapter is not None:

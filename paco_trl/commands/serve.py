@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
@@ -14,15 +13,12 @@ from safetensors import safe_open
 from ..utils.addresses import is_loopback
 from ..utils.files import find_adapter_file
 from .main import say
-from .parser import CommandParser, option
+from .model_arguments import ServeArguments
 
 
 # vLLM reads it. In the environment and nowhere else: a command line can be read by every user of the machine.
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
-# Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
-# each. Of 8,192 tokens, 2,844 are left for the query and the answer.
-_MAX_MODEL_LEN = 8192
 # GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
 # float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several queries.
 _IMAGE_CACHE = 4
@@ -30,25 +26,6 @@ _IMAGE_CACHE = 4
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Layers in front of the language model, in the names that transformers gives them
 _VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
-
-
-@dataclass
-class ServeArguments:
-    """Judge to serve, and how vLLM serves it."""
-
-    model_name_or_path: str = option(
-        "X-GenGroup/PaCo-Reward-7B", "Hub id or directory of a judge: a whole model, or a LoRA adapter of one."
-    )
-    served_model_name: str = option("paco-reward", "Name of the judge on the server. An adapter's base gets `-base`.")
-    host: str = option("127.0.0.1", "Address to listen on. The default can be reached from this machine only.")
-    port: int = option(8000, "Port to listen on.")
-    dtype: str = option("auto", "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.")
-    max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
-    gpu_memory_utilization: float | None = option(None, "Fraction of the GPU's memory. If `None`, vLLM's default.")
-    vllm: str = option(
-        "vllm", "Command that starts vLLM, or its path (`~/vllm/bin/vllm`): usually in an environment of its own."
-    )
-    vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
 
 def serve_command(args: ServeArguments, executable: str) -> list[str]:
@@ -111,19 +88,10 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
     return options
 
 
-def main(arguments: list[str]) -> None:
+def serve(args: ServeArguments) -> None:
     """Replace this process by vLLM."""
     from ..rewards.paco_reward import question_of
 
-    parser = CommandParser(
-        ServeArguments,
-        prog="paco-trl serve",
-        usage="paco-trl serve [options] [-- options of vllm serve]",
-        description="Starts vLLM for a judge. The process becomes that of vLLM.",
-    )
-    place = [*arguments, "--"].index("--")
-    (args,) = parser.parse_args_and_config(arguments[:place])
-    args.vllm_args += arguments[place + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
     executable = shutil.which(os.path.expanduser(args.vllm))
     if executable is None:
         raise FileNotFoundError(

@@ -4,11 +4,8 @@
 import contextlib
 import json
 import os
-import runpy
-import shlex
 import shutil
 import sys
-from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say
-from .parser import CommandParser, option
+from .model_arguments import SpaceArguments
 from .push import find_saved_model
 
 
@@ -38,22 +35,6 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"), trim_bl
 _TEMPLATES.filters["literal"] = lambda value: (
     json.dumps(value, ensure_ascii=False) if type(value) is str else repr(value)
 )
-
-
-@dataclass
-class SpaceArguments:
-    """Adapter to compare with its base model, as it was trained: by its `paco_trl.json`. `app.py` lists all settings."""
-
-    adapter: str = option(
-        MISSING, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
-    )
-    output_dir: str | None = option(None, "New directory for the Space. If `None`, the adapter's name with `-space`.")
-    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
-    judge_model: str | None = option(
-        None,
-        "Judge that scores the sets: Hub id or directory. If `None`, that of training if it is on the Hub, or none.",
-    )
-    launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
 
 
 def write_space(args: SpaceArguments) -> Path:
@@ -157,18 +138,3 @@ def _usable(name: str) -> str:
     if "/" not in shared:
         say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
     return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command."""
-    parser = CommandParser(SpaceArguments, positional="adapter", prog="paco-trl space")
-    (args,) = parser.parse_args_and_config(arguments)
-    folder = write_space(args)
-    sys.stdout.write(f"{folder}\n")
-    if args.launch:
-        runpy.run_path(str(folder / "app.py"), run_name="__main__")
-    else:
-        missing = "" if repository() else ", once the address of paco_trl is in requirements.txt"
-        app = shlex.quote(str(folder / "app.py"))
-        say("space", f"Run it with `python {app}`. Its README.md says how to publish it{missing}.")
-    return 0

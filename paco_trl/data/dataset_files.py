@@ -23,17 +23,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from ..utils.addresses import refuse_address
-from ..utils.names import is_local
+from ..utils.names import LINES, PARQUET, TABLES, TEXT_DATA, check_dataset_name, data_ending, is_local
 from ..utils.stage_folder import is_saved
-from ..utils.text import COMPRESSED, is_text, read_text, shorten, some_of
+from ..utils.text import is_text, read_text, shorten, some_of
 from .columns import criteria_list
 
 
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-_JSON, _TABLES, _LINES, _PARQUET = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv"), ".txt", ".parquet"
-_TEXTS = (*_JSON, *_TABLES, _LINES)
 # A dataset that comes with the package, by its name
 DEMO = "demo"
 DEMO_FILE = Path(__file__).parent / "prompts" / "demo.jsonl"
@@ -69,8 +67,7 @@ def load_split(
     path = DEMO_FILE if path == DEMO and not os.path.exists(DEMO) else path
     folder = Path(os.path.expanduser(path)).absolute()
     folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []
-    if not folders and (isinstance(path, Path) or is_local(path) or _ending(folder) in (*_TEXTS, _PARQUET)):
-        raise FileNotFoundError(f"There is no file or directory '{path}'. Check the path.")
+    check_dataset_name(path)
     if config is not None and (folder.is_file() or is_saved(folder)):
         raise ValueError(f"`dataset_config` is {config!r}, but '{path}' is no repository with several. Leave it out.")
     if is_saved(folder):
@@ -98,7 +95,7 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             saved = datasets.load_from_disk(path)
             # A dataset alone is all there is, also where its split has another name than the default
             return {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
-        if os.path.isfile(path) and _ending(Path(path)) == _PARQUET:
+        if os.path.isfile(path) and data_ending(Path(path)) == PARQUET:
             return {"train": Dataset.from_parquet(glob.escape(path))}
         if not os.path.isfile(path):
             with _no_patterns():
@@ -106,12 +103,12 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             files = builder.config.data_files or {}
             if os.path.isdir(path) and builder.name in ("json", "csv", "text", "parquet"):
                 for of_split in files.values():  # `datasets` also takes train.jsonl.bak
-                    of_split[:] = [file for file in of_split if _ending(Path(file)) in (*_TEXTS, _PARQUET)]
+                    of_split[:] = [file for file in of_split if data_ending(Path(file)) in (*TEXT_DATA, PARQUET)]
             read = [Path(file) for of_split in files.values() for file in of_split]
-            is_text = all(_ending(file) in _TEXTS for file in read)
+            is_text = all(data_ending(file) in TEXT_DATA for file in read)
             if os.path.isdir(path):  # `datasets` reads the format that most files have
                 beside = {file for folder in {file.parent for file in read} for file in folder.glob("[!.]*")} - {*read}
-                if left_out := sorted(file.name for file in beside if _ending(file) in (*_TEXTS, _PARQUET)):
+                if left_out := sorted(file.name for file in beside if data_ending(file) in (*TEXT_DATA, PARQUET)):
                     logger.warning(
                         f"Of '{path}' only {some_of([file.name for file in read])} are read, not {some_of(left_out)}."
                     )
@@ -158,19 +155,15 @@ def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset
     return dataset
 
 
-def _ending(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file of JSON, JSON lines, CSV, TSV or plain lines (as `text`), compressed or not."""
-    ending = _ending(path)
-    if ending not in _TEXTS:
-        raise ValueError(f"'{path}' has no rows: it must end in {', '.join(_TEXTS)}, also with .gz, or {_PARQUET}.")
+    ending = data_ending(path)
+    if ending not in TEXT_DATA:
+        raise ValueError(f"'{path}' has no rows: it must end in {', '.join(TEXT_DATA)}, also with .gz, or {PARQUET}.")
     text = read_text(path)
-    if ending == _LINES:
+    if ending == LINES:
         return [{"text": line} for line in re.split(r"\r\n?|\n", text) if line.strip()]
-    return _read_table(path, text) if ending in _TABLES else _read_json_rows(path, text)
+    return _read_table(path, text) if ending in TABLES else _read_json_rows(path, text)
 
 
 def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
@@ -189,7 +182,7 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
-    marks = "\t" if _ending(path) == ".tsv" else ",;\t"
+    marks = "\t" if data_ending(path) == ".tsv" else ",;\t"
     separator = next((mark for mark in marks if mark in text.partition("\n")[0]), marks[0])
     csv.field_size_limit(max(len(text), csv.field_size_limit()))  # an image in base64 is longer than the default
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)

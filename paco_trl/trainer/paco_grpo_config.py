@@ -246,7 +246,7 @@ class PaCoGRPOConfig(GRPOConfig):
     """
 
     loss_types = GRPO_LOSSES  # of this trainer
-    _choices = CHOICES
+    choices = CHOICES
 
     height: int = 1024
     width: int = 1024
@@ -440,7 +440,7 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse(image_problems(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        for name, choices in self._choices.items():
+        for name, choices in self.choices.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         check_trackers(self)

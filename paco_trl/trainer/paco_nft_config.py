@@ -50,7 +50,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     """
 
     loss_types = NFT_LOSSES
-    _choices = CHOICES | {"awm_weighting": ("ghuber", "t")}
+    choices = CHOICES | {"awm_weighting": ("ghuber", "t")}
 
     loss_type: str = "nft"
     nft_beta: float = 1.0

@@ -78,7 +78,7 @@ class PaCoRewardConfig(SFTConfig):
             curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other files stay.
     """
 
-    _choices = {"loss_variant": LOSS_VARIANTS}
+    choices = {"loss_variant": LOSS_VARIANTS}
 
     # Parameters that control the loss
     first_token_weight: float | None = 0.1

@@ -6,7 +6,12 @@ import re
 from importlib.metadata import metadata
 from pathlib import Path
 
+from .text import COMPRESSED
 
+
+# Endings of files of rows
+JSON_DATA, TABLES, LINES, PARQUET = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv"), ".txt", ".parquet"
+TEXT_DATA = (*JSON_DATA, *TABLES, LINES)
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 # A path in the middle of a text, such as that of an error
@@ -23,6 +28,19 @@ def is_local(name: str) -> bool:
     """Tell whether a name is a directory or file of this machine, not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
+
+
+def data_ending(path: Path) -> str:
+    """Return the ending of a file of data, without that of its compression."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+
+
+def check_dataset_name(name: str | Path | None) -> None:
+    """Refuse the path of a dataset that is not there."""
+    if name is None or os.path.exists(os.path.expanduser(name)):
+        return
+    if isinstance(name, Path) or is_local(name) or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
+        raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
 def check_model_name(name: str | Path) -> None:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paco-trl doctor`: its arguments, and those of the command that it checks."""
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from . import reward
+from .grpo import parser_of
+from .parser import CommandParser, option, work_of
+from .script_arguments import ScriptArguments
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)  # a lower-case b would be bits
+
+
+@dataclass
+class PlanArguments:
+    """What the memory is planned for."""
+
+    device_memory: str | None = option(
+        None,
+        "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
+    )
+
+    def __post_init__(self):
+        if self.device_memory is not None and not _SIZE.fullmatch(self.device_memory.strip()):
+            raise ValueError(f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB.")
+
+    def memory_of(self, args: Any) -> int | None:
+        """Return the memory of the card."""
+        if self.device_memory is not None and (size := _SIZE.fullmatch(self.device_memory.strip())):
+            number, unit, binary = (
+                size[1],
+                size[2].upper() or "G",
+                size[3] or not self.device_memory.upper().endswith("B"),
+            )
+            return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit) + 1))
+        import torch
+
+        is_there = torch.cuda.is_available() and not args.use_cpu
+        return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
+
+
+def parser_for(command: str) -> CommandParser:
+    """Build the parser of the options of a training command, and of the doctor's own."""
+    text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {command}`."
+    program = f"paco-trl doctor {command}"
+    if command == "reward":
+        return reward.parser_of(PlanArguments, prog=program, description=text)
+    config = "PaCoNFTConfig" if command == "nft" else "PaCoGRPOConfig"
+    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; return 0 if no check failed, else 1."""
+    command, *words = arguments or ["--help"]
+    if command in ("-h", "--help"):
+        sys.stdout.write("usage: paco-trl doctor {grpo,nft,reward} [the options of that command]\n")
+        return 0
+    if command not in ("grpo", "nft", "reward"):
+        raise ValueError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
+    parser_for(command).read(words)  # refuses what is wrong without a model
+    return work_of("doctor", "diagnose")(command, words)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of the commands that take a trained model; what they do is imported after they are parsed."""
+
+import runpy
+import shlex
+import sys
+from dataclasses import MISSING, dataclass
+
+from ..utils.names import repository
+from .main import say
+from .parser import CommandParser, option, work_of
+
+
+# Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
+# each. Of 8,192 tokens, 2,844 are left for the query and the answer.
+_MAX_MODEL_LEN = 8192
+
+
+@dataclass
+class PushArguments:
+    """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
+
+    folder: str = option(MISSING, "Output directory of a run (its newest model), or one checkpoint or merged model.")
+    hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
+    private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
+    hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
+
+
+@dataclass
+class MergeArguments:
+    """Adapter to merge, and where the merged weights go."""
+
+    adapter: str = option(
+        MISSING, "LoRA adapter: Hub id, directory, file, or output directory of a run, whose newest model is used."
+    )
+    output_dir: str = option(
+        MISSING, "New directory for the merged weights: a judge's whole model, or `transformer` of an image pipeline."
+    )
+    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
+    dtype: str | None = option(
+        None,
+        "`float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+
+
+@dataclass
+class SpaceArguments:
+    """Adapter to compare with its base model, as it was trained: by its `paco_trl.json`. `app.py` lists all settings."""
+
+    adapter: str = option(
+        MISSING, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
+    )
+    output_dir: str | None = option(None, "New directory for the Space. If `None`, the adapter's name with `-space`.")
+    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
+    judge_model: str | None = option(
+        None,
+        "Judge that scores the sets: Hub id or directory. If `None`, that of training if it is on the Hub, or none.",
+    )
+    launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
+
+
+@dataclass
+class ServeArguments:
+    """Judge to serve, and how vLLM serves it."""
+
+    model_name_or_path: str = option(
+        "X-GenGroup/PaCo-Reward-7B", "Hub id or directory of a judge: a whole model, or a LoRA adapter of one."
+    )
+    served_model_name: str = option("paco-reward", "Name of the judge on the server. An adapter's base gets `-base`.")
+    host: str = option("127.0.0.1", "Address to listen on. The default can be reached from this machine only.")
+    port: int = option(8000, "Port to listen on.")
+    dtype: str = option("auto", "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.")
+    max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
+    gpu_memory_utilization: float | None = option(None, "Fraction of the GPU's memory. If `None`, vLLM's default.")
+    vllm: str = option(
+        "vllm", "Command that starts vLLM, or its path (`~/vllm/bin/vllm`): usually in an environment of its own."
+    )
+    vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
+
+
+def main_push(arguments: list[str]) -> int:
+    """Run `paco-trl push`."""
+    (args,) = CommandParser(PushArguments, positional="folder", prog="paco-trl push").parse_args_and_config(arguments)
+    sys.stdout.write(f"{work_of('push', 'push')(args)}\n")
+    return 0
+
+
+def main_merge(arguments: list[str]) -> int:
+    """Run `paco-trl merge`."""
+    parser = CommandParser(
+        MergeArguments,
+        positional="adapter",
+        prog="paco-trl merge",
+        usage="paco-trl merge ADAPTER --output_dir DIRECTORY [options]",
+        description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
+    )
+    (args,) = parser.parse_args_and_config(arguments)
+    work_of("merge", "merge")(args)
+    sys.stdout.write(f"Merged weights, and a README.md that shows how to load them: {args.output_dir}\n")
+    return 0
+
+
+def main_space(arguments: list[str]) -> int:
+    """Run `paco-trl space`."""
+    (args,) = CommandParser(SpaceArguments, positional="adapter", prog="paco-trl space").parse_args_and_config(
+        arguments
+    )
+    folder = work_of("space", "write_space")(args)
+    sys.stdout.write(f"{folder}\n")
+    if args.launch:
+        runpy.run_path(str(folder / "app.py"), run_name="__main__")
+    else:
+        missing = "" if repository() else ", once the address of paco_trl is in requirements.txt"
+        app = shlex.quote(str(folder / "app.py"))
+        say("space", f"Run it with `python {app}`. Its README.md says how to publish it{missing}.")
+    return 0
+
+
+def main_serve(arguments: list[str]) -> None:
+    """Run `paco-trl serve`: replace this process by vLLM."""
+    parser = CommandParser(
+        ServeArguments,
+        prog="paco-trl serve",
+        usage="paco-trl serve [options] [-- options of vllm serve]",
+        description="Starts vLLM for a judge. The process becomes that of vLLM.",
+    )
+    place = [*arguments, "--"].index("--")
+    (args,) = parser.parse_args_and_config(arguments[:place])
+    args.vllm_args += arguments[place + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
+    work_of("serve", "serve")(args)
