@@ -168,15 +168,15 @@ def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], 
     needed: dict[str, set[str]] = {}
     first: dict[str, tuple[int, int]] = {}
     for index, row in enumerate(rows):
-        for place, key in enumerate(row["key"]):
-            first.setdefault(key, (index, place))
+        for position, key in enumerate(row["key"]):
+            first.setdefault(key, (index, position))
             needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
     parts, asked = [], {}
-    for key, (index, place) in first.items():
+    for key, (index, position) in first.items():
         asked[key] = [name for name in QUESTIONS[protocol] if name in needed[key]]
         kinds = [QUESTIONS[protocol][name] for name in asked[key]]
         texts = (question(kind, instruction=rows[index]["instruction"]) for kind in kinds)
-        parts.append(runs.Part(key, index, [((place,), text) for text in texts]))
+        parts.append(runs.Part(key, index, [((position,), text) for text in texts]))
     return parts, asked
 
 
@@ -192,17 +192,17 @@ def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
     """Tell whether scores agree with people, strictly and if a tie counts as well."""
     if winner is None:
         return (float(abs(pair[0] - pair[1]) < TIE),) * 2
-    preferred, other = pair[winner], pair[1 - winner]
-    return float(preferred > other), float(preferred >= other)
+    preferred, rejected = pair[winner], pair[1 - winner]
+    return float(preferred > rejected), float(preferred >= rejected)
 
 
 def _accuracies(
     dimension: str, rows: list[dict], pairs: Sequence[Sequence[float]], groups: Sequence[Hashable], is_macro: bool
 ) -> dict[str, Any]:
-    places = [place for place, row in enumerate(rows) if row["dimension"] == dimension]
-    strict, geq = zip(*(_hits(pairs[place], rows[place].get("winner", 0)) for place in places), strict=True)
+    indices = [index for index, row in enumerate(rows) if row["dimension"] == dimension]
+    strict, geq = zip(*(_hits(pairs[index], rows[index].get("winner", 0)) for index in indices), strict=True)
     hits = {"strict": strict, "geq": geq}
-    task_types, groups = [rows[place]["task_type"] for place in places], [groups[place] for place in places]
+    task_types, groups = [rows[index]["task_type"] for index in indices], [groups[index] for index in indices]
     strata = task_types if is_macro else None
     by_type = {}
     for name, count in sorted(Counter(task_types).items()):
@@ -211,7 +211,7 @@ def _accuracies(
         by_type[name]["num_rows"] = count
     return {
         **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
-        "num_rows": len(places),
+        "num_rows": len(indices),
         "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
         "task_types": by_type,
     }
@@ -245,7 +245,7 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
             dataset = dataset.cast_column(name, ImageFeature(decode=False))
         dataset = dataset.filter(lambda dimension: dimension != "VQ", input_columns="dimension")
     rows: list[tuple[Any, ...]] = []
-    for number, row in enumerate(dataset.select_columns(texts + images * has_files)):
+    for row_number, row in enumerate(dataset.select_columns(texts + images * has_files)):
         instruction, verdict, kind = (row[name] for name in texts)
         if verdict not in verdicts:
             raise ValueError(
@@ -256,7 +256,7 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
         if has_files:
             described = (verdict, DIMENSIONS.get(kind, kind))
             pictures = [row["source_image"], [row["winner"], row["loser"]]]
-        rows.append(([f"{number}/0", f"{number}/1"], instruction, *described, verdicts[verdict], *pictures))
+        rows.append(([f"{row_number}/0", f"{row_number}/1"], instruction, *described, verdicts[verdict], *pictures))
     names = ("instruction", "task_type", "dimension")
     kinds: dict[str, Any] = {"key": ["string"], **dict.fromkeys(names, "string"), "winner": "int64"}
     if has_files:
@@ -289,11 +289,11 @@ class ComparingJudge:
         """Compare two edits of a source by their instruction: 1 if the first is better, 0, 0.5 for a tie, or `None`."""
         scores: list[float | None] = [None] * len(images)
         for attempt in range(_ATTEMPTS):
-            missing = [number for number, score in enumerate(scores) if score is None]
-            requests = [self._request(images[number], prompts[number], attempt) for number in missing]
-            for place, reply in self.endpoint.ask_all(requests):
-                if found := _WINNER.findall(reply.text or ""):
-                    scores[missing[place]] = {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()]
+            missing = [index for index, score in enumerate(scores) if score is None]
+            requests = [self._request(images[index], prompts[index], attempt) for index in missing]
+            for position, reply in self.endpoint.ask_all(requests):
+                if winners := _WINNER.findall(reply.text or ""):
+                    scores[missing[position]] = {"a": 1.0, "b": 0.0, "tie": 0.5}[winners[-1].lower()]
         return scores
 
     def _request(self, images: tuple[Image.Image, ...], instruction: str, attempt: int) -> ChatRequest:

@@ -106,13 +106,13 @@ def evaluate_rankings(
     columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
     columns = [name for name in columns if name in dataset.column_names]
     # A column `id` takes the place of the number
-    rows = [{"id": str(number), **row} for number, row in enumerate(dataset.select_columns(columns))]
+    rows = [{"id": str(row_number), **row} for row_number, row in enumerate(dataset.select_columns(columns))]
     questions = [_questions(row, template) for row in rows]
     parts = []
     for index, (row, asked) in enumerate(zip(rows, questions, strict=True)):
         texts = sum(asked, [])
         parts.append(
-            runs.Part(index, index, [((place,), text) for place in range(len(row["ranking"])) for text in texts])
+            runs.Part(index, index, [((position,), text) for position in range(len(row["ranking"])) for text in texts])
         )
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 

@@ -111,13 +111,13 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     entries = read_json(path) if path.exists() else []
     if tables.exists() and not path.exists():
         raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
-    if not isinstance(entries, list) or not all("settings" in other for other in entries):
+    if not isinstance(entries, list) or not all("settings" in saved for saved in entries):
         raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
-    same = [number for number, other in enumerate(entries) if _identity(other) == _identity(entry)]
-    place = same[0] if same else len(entries)
-    entries[place : place + 1] = [entry]
+    same = [index for index, saved in enumerate(entries) if _identity(saved) == _identity(entry)]
+    index = same[0] if same else len(entries)
+    entries[index : index + 1] = [entry]
     write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(tables, _markdown(entries))
     return entries
@@ -131,13 +131,13 @@ def _identity(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     """Return the scorer's name, with the settings in which it differs from an earlier entry of this name."""
-    now, found = _identity(entry), dict[str, Any]()
-    for other in entries[: entries.index(entry)]:
-        before = _identity(other)
+    now, different = _identity(entry), dict[str, Any]()
+    for previous in entries[: entries.index(entry)]:
+        before = _identity(previous)
         if all(before.get(name) == now.get(name) for name in ("scorer", "template", "dataset_fingerprint")):
-            found |= {name.rpartition("/")[2]: value for name, _, value in changes(before, now)}
-    texts = ", ".join(f"{name}: {value}" for name, value in found.items())
-    return now["scorer"] + (f" ({texts})" if found else "")
+            different |= {name.rpartition("/")[2]: value for name, _, value in changes(before, now)}
+    texts = ", ".join(f"{name}: {value}" for name, value in different.items())
+    return now["scorer"] + (f" ({texts})" if different else "")
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:

@@ -46,7 +46,7 @@ class RowImages:
         stored: list[tuple[str, Any]] = []
         for column in self.columns:
             if isinstance(row[column], list):
-                stored += [(f"`{column}[{place}]`", image) for place, image in enumerate(row[column])]
+                stored += [(f"`{column}[{position}]`", image) for position, image in enumerate(row[column])]
             else:
                 stored.append((f"`{column}`", row[column]))
         images = []
@@ -104,10 +104,10 @@ def score_parts(
             missing = [part for of_row in batch for part in of_row if part.key not in done]
             pairs, questions = [], []
             for row, of_row in groupby(missing, key=lambda part: part.row):
-                first, *others = images[row]
-                others = [other.resize(first.size) for other in others] if resizes else others
-                for places, question in (item for part in of_row for item in part.questions):
-                    pairs.append((first, *(others[place] for place in places)))
+                first, *candidates = images[row]
+                candidates = [candidate.resize(first.size) for candidate in candidates] if resizes else candidates
+                for positions, question in (item for part in of_row for item in part.questions):
+                    pairs.append((first, *(candidates[position] for position in positions)))
                     questions.append(question)
             if missing:
                 scored = iter(_score(scorer, protocol, pairs, questions, *answers))
@@ -132,8 +132,8 @@ def _score(
     scores: list[tuple[float | None, bool]]
     if protocol == "published" and getattr(scorer, "reads_questions", True):
         likeliest = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS)
-        found = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in likeliest]
-        scores = [(score or 0.0, score is None) for score in found]
+        probabilities = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in likeliest]
+        scores = [(score or 0.0, score is None) for score in probabilities]
     else:
         may_be_none = getattr(scorer, "compares", False)
         answers = scorer.score(pairs, questions)

@@ -93,9 +93,9 @@ def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, publishe
             "another repository, or delete them."
         )
     weights = {name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]}
-    if others := [name for name in weights if not is_one_of(name, published_files)]:
+    if other_weights := [name for name in weights if not is_one_of(name, published_files)]:
         raise ValueError(
-            f"{info.id} has other weights, such as {min(others)!r}. Name another repository, or delete them."
+            f"{info.id} has other weights, such as {min(other_weights)!r}. Name another repository, or delete them."
         )
     with hub_outages(api):
         other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")

@@ -116,10 +116,10 @@ def save_model_with_card(
 
 def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:
     """Return a saved card for the repository that it goes to, by whose name its code loads the model."""
-    not_of_others = (
+    not_base_model = (
         r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # base models, and a name of a served one
     )
-    name = re.compile(rf'({not_of_others}"|--model_name_or_path ){re.escape(card.repo_id)}(?="|\s)')
+    name = re.compile(rf'({not_base_model}"|--model_name_or_path ){re.escape(card.repo_id)}(?="|\s)')
     return re.sub("```.*?```", lambda code: name.sub(rf"\g<1>{repo_id}", code[0]), saved, flags=re.DOTALL)
 
 
@@ -161,22 +161,22 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
         height, width = card.settings.get("inference_size") or (row["height"], row["width"])
         arguments = {"height": height, "width": width, **arguments}
-    given = ["image=source"] if card.trained_on == "edits" else []
-    given.append("prompt=prompt")
+    call_arguments = ["image=source"] if card.trained_on == "edits" else []
+    call_arguments.append("prompt=prompt")
     for name, value in arguments.items():
-        given.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
+        call_arguments.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
     texts = prompt if isinstance(prompt, list) else [prompt]
     if texts is prompt and card.settings.get("panel_generation") == "shared_noise":
-        given.append("generator=torch.Generator().manual_seed(0)")
+        call_arguments.append("generator=torch.Generator().manual_seed(0)")
     elif texts is prompt and card.settings.get("panel_generation") == "anchored":
-        given.append("image=images[0] if images else None")
+        call_arguments.append("image=images[0] if images else None")
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     prompts = ["\n    ".join(json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)) for text in texts]
     start, end = ("images +=", ".images") if texts is prompt else ("image =", ".images[0]")
-    call = f"{start} pipe({', '.join(given)}){end}"
+    call = f"{start} pipe({', '.join(call_arguments)}){end}"
     if len(call) >= 100:
-        call = f"{start} pipe(\n    {', '.join(given)}\n){end}"
+        call = f"{start} pipe(\n    {', '.join(call_arguments)}\n){end}"
     if texts is prompt:
         call = "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ")
         return "[\n    " + ",\n    ".join(prompts) + ",\n]", layout, call

@@ -74,16 +74,18 @@ def saved_pictures(folder: str | Path) -> set[str] | None:
 def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     """Return an error that names the files of these patterns that paco_trl did not write, or `None`."""
     # `paco_trl.json` stands for the model beside it, and lists images; a run's record for what a run writes
-    found, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
+    foreign, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
     if pictures is not None:
-        found = {name for name in found if name.endswith(".png") and name not in pictures}
+        foreign = {name for name in foreign if name.endswith(".png") and name not in pictures}
     is_begun = "run" in read_record(Path(folder) / RUN_FILE)
     if pictures is not None or is_begun or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")):
-        found -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
-    if not found:
+        foreign -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
+    if not foreign:
         return None
-    what = f"'{folder}' has {some_of(sorted(found))}, which paco_trl did not write there and would overwrite"
-    return f"{what}. Move this away, or choose another directory."
+    return (
+        f"'{folder}' has {some_of(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move this "
+        "away, or choose another directory."
+    )
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:

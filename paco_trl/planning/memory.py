@@ -286,8 +286,8 @@ def affine(measure: Callable[..., int], batch_size: int, *settings: Any) -> int:
     """Extend what is measured for one and two images to a batch: all but a constant grows with it."""
     if batch_size <= 2:
         return measure(batch_size, *settings)
-    one = measure(1, *settings)
-    return one + (batch_size - 1) * (measure(2, *settings) - one)
+    single = measure(1, *settings)
+    return single + (batch_size - 1) * (measure(2, *settings) - single)
 
 
 class JudgeRun:
@@ -388,13 +388,13 @@ class ImageRun:
             return_zeros(encoder)
         rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
         size = lambda prompt: (math.prod(rows.training_sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
-        self.number, self.prompt = max(rows.image_prompts, key=size)
-        self.negative_prompt = rows.negative_prompts[self.number]
+        self.row_number, self.prompt = max(rows.image_prompts, key=size)
+        self.negative_prompt = rows.negative_prompts[self.row_number]
         self.max_batch_size = (
             1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
         )
         # By `is_full`, the inference size
-        self.sizes = rows.training_sizes[self.number], rows.inference_sizes[self.number]
+        self.sizes = rows.training_sizes[self.row_number], rows.inference_sizes[self.row_number]
         self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
         self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
         names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
@@ -416,13 +416,13 @@ class ImageRun:
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def embeddings(self, is_full: bool = False) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
-        images = self.rows.images(self.number) if self.family.prompt_sees_images else []
+        images = self.rows.images(self.row_number) if self.family.prompt_sees_images else []
         where = (torch.device("cpu"), images, self.scales[is_full])
-        found = dict(self.family.encode_prompt(self.pipeline, self.prompt, *where))
+        embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *where))
         if self.negative_prompt is not None:
             negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
-            found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        return found
+            embeddings |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+        return embeddings
 
     def panel(self, is_full: bool) -> Image.Image:
         return self.family.prepare_panel(self.pipeline, Image.new("RGB", self.sizes[is_full][::-1]))
@@ -445,11 +445,11 @@ class ImageRun:
             if len(recorded) == expected:
                 raise TransformerReachedError
 
-        images = self.rows.images(self.number)
-        found = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
+        images = self.rows.images(self.row_number)
+        prepared = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
         if self.rows.is_anchored:
-            found.append(self.panel(is_full))
-        sources = [EncodedImage(prepared, torch.zeros(self.encode_image(prepared).shape)) for prepared in found]
+            prepared.append(self.panel(is_full))
+        sources = [EncodedImage(image, torch.zeros(self.encode_image(image).shape)) for image in prepared]
         arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(is_full).items()}
         arguments = {n: t.float() if t.is_floating_point() else t for n, t in arguments.items()}
         keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]

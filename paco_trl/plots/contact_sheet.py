@@ -77,16 +77,16 @@ def _render_row(
     num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
     strip = Image.new("RGB", (width, below + num_captions * line + gap), "white")
     draw, left = ImageDraw.Draw(strip), gap
-    for number, part in enumerate(lines):
-        draw.text((gap, number * line), part, "black", _font(part, letter))
+    for line_number, part in enumerate(lines):
+        draw.text((gap, line_number * line), part, "black", _font(part, letter))
     for block in shown:
         for image, caption in block:
             if image is not None:
                 middle = (len(lines) * line + below - image.height) // 2
                 strip.paste(image, (left + (cell - image.width) // 2, middle))
-            for number, part in enumerate(caption.split("\n")):
-                place = (left + cell // 2, below + number * line + 2)
-                draw.text(place, part, "#333333", _font(part, letter), anchor="ma")
+            for line_number, part in enumerate(caption.split("\n")):
+                top_center = (left + cell // 2, below + line_number * line + 2)
+                draw.text(top_center, part, "#333333", _font(part, letter), anchor="ma")
             left += cell + gap
         left += gap
     return strip
@@ -143,22 +143,23 @@ class ScoredImages:
         ]
         return cls(dict(gather_object(mine)), num_generations, *scores)
 
-    def scores(self, number: int) -> dict[str, float | None]:
+    def scores(self, image_number: int) -> dict[str, float | None]:
         """Return the scores of an image by name; a missing reward is `None`."""
-        named = zip(self.reward_names, self.rewards[number].tolist(), strict=True)
+        named = zip(self.reward_names, self.rewards[image_number].tolist(), strict=True)
         scores = {name: None if math.isnan(value) else round(value, 6) for name, value in named}
         if self.advantages is not None:
-            scores["advantage"] = round(self.advantages[number].item(), 6)
+            scores["advantage"] = round(self.advantages[image_number].item(), 6)
         return scores
 
     def cells(self, prompt: int, count: int, label: str = "") -> list[Cell]:
         """Return the first images of a prompt, each with its scores below it."""
         cells: list[Cell] = []
-        for number in range(prompt * self.num_generations, prompt * self.num_generations + count):
+        for image_number in range(prompt * self.num_generations, prompt * self.num_generations + count):
             lines = [
-                f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in self.scores(number).items()
+                f"{name} {'none' if value is None else f'{value:.3f}'}"
+                for name, value in self.scores(image_number).items()
             ]
-            cells.append((self.pictures.get(number), "\n".join([label] * bool(label) + lines)))
+            cells.append((self.pictures.get(image_number), "\n".join([label] * bool(label) + lines)))
         return cells
 
 
@@ -172,8 +173,10 @@ def _sheet_rows(
     rows: list[SheetRow] = []
     num_sources = max((len(sources.get(prompt, ())) for prompt in range(len(prompts))), default=0)
     for prompt, text in enumerate(prompts):
-        found = [thumbnail(to_rgb(source, "A source image")) for source in sources.get(prompt, ())]
-        left: list[Cell] = [(image, f"source {n}" if len(found) > 1 else "source") for n, image in enumerate(found, 1)]
+        thumbnails = [thumbnail(to_rgb(source, "A source image")) for source in sources.get(prompt, ())]
+        left: list[Cell] = [
+            (image, f"source {n}" if len(thumbnails) > 1 else "source") for n, image in enumerate(thumbnails, 1)
+        ]
         left += [(None, "")] * (num_sources - len(left))
         if before is None:
             series = [(text, shown.cells(prompt, count))]
@@ -212,12 +215,12 @@ def save_scored_sheet(
         if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
             write_atomically(folder / CARD / f"{prompt}_{name}.png", to_png(picture))
     lines = []
-    for number in range(len(shown.rewards)):
-        prompt, generation = divmod(number, shown.num_generations)
-        entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(number)}
+    for image_number in range(len(shown.rewards)):
+        prompt, generation = divmod(image_number, shown.num_generations)
+        entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(image_number)}
         if before is not None:
-            entry |= {f"{score}_before": value for score, value in before.scores(number).items()}
-        entry |= {column: values[number] for column, values in shown.extra.items()}
+            entry |= {f"{score}_before": value for score, value in before.scores(image_number).items()}
+        entry |= {column: values[image_number] for column, values in shown.extra.items()}
         lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
     write_atomically(folder / f"{name}.jsonl", "".join(lines))
     return sheet

@@ -129,11 +129,11 @@ def _plot_reward(table: pd.DataFrame, reward: str, color: str, prefixes: list[st
     _plot_lines(table, {f"rewards/{reward}/mean": ("training", color)}, axes)
     for prefix, eval_color in zip(prefixes, cycle(_EVAL_COLORS), strict=False):
         columns = [f"{prefix}_rewards/{reward}/{metric}" for metric in ("mean", "ci_low", "ci_high", "baseline")]
-        found = table.reindex(columns=["step", *columns]).dropna(subset=columns[:1])
-        if found.empty:
+        evaluations = table.reindex(columns=["step", *columns]).dropna(subset=columns[:1])
+        if evaluations.empty:
             continue
         name = "" if prefix == "eval" else f" {prefix.removeprefix('eval_')}"
-        steps, mean, low, high, baseline = (found[column] for column in found)
+        steps, mean, low, high, baseline = (evaluations[column] for column in evaluations)
         axes.plot(steps, mean, "o", color=eval_color, markersize=4, zorder=4, label=_label(f"evaluation{name}"))
         axes.vlines(steps, low, high, color=eval_color, linewidth=1.1, zorder=3)
         for last in baseline.dropna()[-1:]:

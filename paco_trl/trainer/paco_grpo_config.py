@@ -16,7 +16,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_problems, refuse
+from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_errors, refuse
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -437,7 +437,7 @@ class PaCoGRPOConfig(GRPOConfig):
             )
 
     def _check_values(self) -> None:
-        refuse(image_problems(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))
+        refuse(image_errors(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
         for name, choices in self.choices.items():

@@ -7,7 +7,7 @@ import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
-from ..utils.option_checks import judge_problems, refuse
+from ..utils.option_checks import judge_errors, refuse
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
@@ -103,7 +103,7 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse(judge_problems(self, defaults_of(type(self)), REFUSED_SFT_FIELDS))
+        refuse(judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS))
         check_trackers(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0

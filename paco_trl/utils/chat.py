@@ -110,8 +110,8 @@ class ChatClient:
         """Check that the server has the model; return all of them."""
         models = await self.list_models(max_retries)
         if self.model not in models:
-            found = ", ".join(models) or "none"
-            raise self._unavailable(f"{self.base_url} has no model {self.model!r}. It has: {found}. Use one of them.")
+            served = ", ".join(models) or "none"
+            raise self._unavailable(f"{self.base_url} has no model {self.model!r}. It has: {served}. Use one of them.")
         return models
 
     async def complete(self, body: dict[str, Any], max_retries: int | None = None) -> "ChatCompletion":

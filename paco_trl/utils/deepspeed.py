@@ -46,8 +46,8 @@ def complete_config(args: TrainingArguments) -> None:
     sizes["train_batch_size"] = args.world_size * batch_size * args.gradient_accumulation_steps
     for name, size in sizes.items():
         # `accelerate config` writes 1, which nobody may have chosen
-        if (found := config.get(name, "auto")) not in ("auto", 1, size):
-            logger.warning(f"The DeepSpeed configuration has `{name}` {found}; the run's, {size}, is used.")
+        if (value := config.get(name, "auto")) not in ("auto", 1, size):
+            logger.warning(f"The DeepSpeed configuration has `{name}` {value}; the run's, {size}, is used.")
         config[name] = "auto"
     # Trainer compares them when the models are loaded
     compared = args.hf_deepspeed_config if args.deepspeed else None

@@ -11,8 +11,8 @@ import yaml
 
 TRACEBACK = "PACO_TRL_TRACEBACK"
 # Of files, the network, memory or disk, and of what the user has typed
-_OF_THE_USER = (OSError, ArgumentError, yaml.YAMLError)
-_OF_THE_MACHINE = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
+_USER_ERRORS = (OSError, ArgumentError, yaml.YAMLError)
+_MACHINE_ERRORS = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
 
 
 def is_message_enough(error: BaseException) -> bool:
@@ -22,7 +22,7 @@ def is_message_enough(error: BaseException) -> bool:
     """
     if _wants_traceback():
         return False
-    if isinstance(error, _OF_THE_USER) or type(error).__name__ in _OF_THE_MACHINE:
+    if isinstance(error, _USER_ERRORS) or type(error).__name__ in _MACHINE_ERRORS:
         return True
     if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
         return error.__cause__ is None or is_message_enough(error.__cause__)

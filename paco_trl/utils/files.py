@@ -111,18 +111,18 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     folder, file = _split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
-    found = list(filter(None, (find_model_file(folder, name, **hub_arguments) for name in read)))[:1]
-    if not found and file is None:
-        found = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
-    if len(found) != 1:
-        what = f"{len(found)} safetensors files" if found else f"no {' or '.join(names)}"
+    paths = list(filter(None, (find_model_file(folder, name, **hub_arguments) for name in read)))[:1]
+    if not paths and file is None:
+        paths = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
+    if len(paths) != 1:
+        what = f"{len(paths)} safetensors files" if paths else f"no {' or '.join(names)}"
         where = "" if os.path.exists(adapter) else ", which is no directory here,"
         raise ValueError(
             f"The adapter '{adapter}'{where} has {what}. Name the file, such as 'style.safetensors', or on the Hub "
             "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
             "no adapter."
         )
-    return found[0]
+    return paths[0]
 
 
 def peft_folder(adapter: str) -> str | None:
@@ -151,10 +151,10 @@ def _split_adapter(adapter: str) -> tuple[str, str | None]:
 def read_record(path: str | Path) -> dict[str, Any]:
     """Read a JSON object that the package may have written; empty if there is none, or another file."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def read_template(name: str) -> str:

@@ -44,7 +44,7 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
     Compute a digest of a sample of each weight and saved buffer, with its name, shape and dtype: the same on every device,
     and in each process of a model that ZeRO-3 has partitioned (collective there).
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for module in modules:
         saved = module.state_dict().keys()  # not buffers that a model computes for itself
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
@@ -55,10 +55,10 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
                 import deepspeed
 
                 with deepspeed.zero.GatheredParameters([weight]):
-                    found.update(_sample(name, weight))
+                    hasher.update(_sample(name, weight))
             else:
-                found.update(_sample(name, weight))
-    return found.hexdigest()[:16]
+                hasher.update(_sample(name, weight))
+    return hasher.hexdigest()[:16]
 
 
 def component_fingerprint(component: Any) -> str:
@@ -75,11 +75,11 @@ def _sample(name: str, weight: Any) -> bytes:
     is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
     flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
     values = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu().numpy()
-    found = f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + values.tobytes()
+    content = f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + values.tobytes()
     # The values of a weight that bitsandbytes has quantized are codes, and their scale is elsewhere
     state = getattr(weight, "quant_state", None)
     scales = {"SCB": getattr(weight, "SCB", None)} if state is None else state.as_dict()
-    return found + b"".join(_sample(key, scale) for key, scale in scales.items() if isinstance(scale, torch.Tensor))
+    return content + b"".join(_sample(key, scale) for key, scale in scales.items() if isinstance(scale, torch.Tensor))
 
 
 def describe(value: Any) -> Any:
@@ -197,15 +197,15 @@ def _source(code: Any) -> str | None:
     # Not of a class as a whole, which a notebook does not have, and of which there may be another with this name
     classes = code.__mro__[:-1] if inspect.isclass(code) else ()
     members = [item for part in classes for item in vars(part).items()] or [("", code)]
-    found: list[Any] = []
+    parts: list[Any] = []
     for name, member in members:
         for attribute in ("__func__", "fget", "func"):
             member = getattr(member, attribute, member)
         if _is_plain(member) and not name.startswith("_"):
-            found.append([name, describe(member)])
+            parts.append([name, describe(member)])
         with suppress(OSError, TypeError):
-            found.append(inspect.getsource(member) if inspect.isroutine(member) else "")
-    return digest(found)[:16] if any(found) else None
+            parts.append(inspect.getsource(member) if inspect.isroutine(member) else "")
+    return digest(parts)[:16] if any(parts) else None
 
 
 # ---- Data ----
@@ -214,13 +214,13 @@ def _source(code: Any) -> str | None:
 def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Digest each column of a dataset; files by their content at both ends, and not by their paths."""
     # Not the fingerprint of `datasets`, which depends on how the dataset was made
-    found = {name: hashlib.sha256() for name in dataset.column_names}
+    hashers = {name: hashlib.sha256() for name in dataset.column_names}
     for batch in dataset.with_format("arrow").iter(batch_size=100):  # selected rows, with their images, are copied
         for name, column in zip(batch.column_names, batch.columns, strict=True):
             has_bytes = "binary" in str(column.type)
             for value in map(_file_contents, column) if has_bytes else column.to_pylist():
-                found[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
-    return {"number of rows": len(dataset), **{name: of_column.hexdigest()[:16] for name, of_column in found.items()}}
+                hashers[name].update(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace"))
+    return {"number of rows": len(dataset), **{name: column.hexdigest()[:16] for name, column in hashers.items()}}
 
 
 def _file_contents(value: Any) -> Any:
@@ -246,11 +246,11 @@ def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_OF_WEIGHTS) 
     """Digest the length of a file and some evenly spaced parts of it, all if it is short: many gigabytes in a moment."""
     with pa.input_stream(source, compression=None) as file:
         size = file.size()
-        found = hashlib.sha256(f"{size} ".encode())
-        for number in range(parts):
-            file.seek(max(0, size - _PART) * number // (parts - 1))
-            found.update(file.read(_PART))
-    return found.hexdigest()[:16]
+        hasher = hashlib.sha256(f"{size} ".encode())
+        for part_number in range(parts):
+            file.seek(max(0, size - _PART) * part_number // (parts - 1))
+            hasher.update(file.read(_PART))
+    return hasher.hexdigest()[:16]
 
 
 def model_files(model: str) -> str | None:

@@ -29,19 +29,19 @@ UNUSED_FIELDS = (
 # Fields that a loss does not use
 UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
 # What to use instead of a field that is refused
-_INSTEAD = {
+_ALTERNATIVES = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "`compile_repeated_blocks`"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "`noise_level`"),
     "fsdp": "DeepSpeed ZeRO-3",
     "fp16": "`bf16`, or float32",
     "data_seed": "`seed`",
 }
-_INSTEAD_WITH_NFT = {
+_NFT_ALTERNATIVES = {
     **dict.fromkeys(("sde_steps", "num_sde_steps"), "`num_noise_levels`"),
     **dict.fromkeys(("epsilon", "epsilon_high"), "`nft_beta`"),
     "nft_beta": "`epsilon`",
 }
-_COUNTS = (
+_AT_LEAST_ONE = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
     "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
     "num_iterations", "per_device_rollout_batch_size", "num_inference_steps_eval",
@@ -51,7 +51,7 @@ _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups
 Ranges = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
-    (_COUNTS, lambda v: v is None or v >= 1, "at least 1"),
+    (_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
     (("epsilon",), lambda v: v > 0, "above 0"),
@@ -84,41 +84,43 @@ _REWARD_RANGES: Ranges = (
     ),
 )
 # An infinite one limits nothing
-_LIMITS = (
+_MAY_BE_INFINITE = (
     "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
 )  # fmt: skip
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise `ValueError` with all problems that there are, each in a line."""
-    if found := list(dict.fromkeys(problems)):
-        raise ValueError(found[0] if len(found) == 1 else "\n- ".join([f"{len(found)} problems:", *found]))
+def refuse(errors: Iterable[str]) -> None:
+    """Raise `ValueError` with all errors that there are, each in a line."""
+    if messages := list(dict.fromkeys(errors)):
+        raise ValueError(messages[0] if len(messages) == 1 else "\n- ".join([f"{len(messages)} problems:", *messages]))
 
 
-def image_problems(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
+def image_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
     """Check the values of PaCoGRPOConfig, or of PaCoNFTConfig, against each other; `unsupported` names fields of TRL's."""
     args, is_nft = SimpleNamespace(**vars(config)), "nft_beta" in defaults
     losses = NFT_LOSSES if is_nft else GRPO_LOSSES
     if args.loss_type not in losses:
-        others = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
-        others = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else others
-        yield f"`loss_type` is {args.loss_type!r}; it must be one of {', '.join(map(repr, losses))} ({others})."
+        alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
+        alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives
+        yield f"`loss_type` is {args.loss_type!r}; it must be one of {', '.join(map(repr, losses))} ({alternatives})."
         args.loss_type = losses[0]
-    yield from _refused(args, defaults, unsupported, _INSTEAD)
+    yield from _refused(args, defaults, unsupported, _ALTERNATIVES)
     if is_nft:
         unused = (*UNUSED_FIELDS, *UNUSED_WITH[args.loss_type])
         if args.loss_type == "awm" and not args.old_policy_beta > 0:  # no old policy is kept
             unused += ("old_policy_decay_rate", "old_policy_max_decay")
-        yield from _refused(args, defaults, unused, _INSTEAD_WITH_NFT)
+        yield from _refused(args, defaults, unused, _NFT_ALTERNATIVES)
     yield from _out_of_range(args, defaults, _RANGES + (_NFT_RANGES if is_nft else ()))
-    yield from _common_problems(args)
-    yield from _round_problems(args)
-    yield from problems_of(check_panel_options, args.panel_template, args.panel_generation)
+    yield from _common_errors(args)
+    yield from _round_errors(args)
+    yield from errors_of(check_panel_options, args.panel_template, args.panel_generation)
     if args.set_layout == "grid" and args.panel_generation != defaults["panel_generation"]:
         yield f"`panel_generation` is {args.panel_generation!r}, but `set_layout` is 'grid'. Unset it."
     if args.multi_objective_aggregation == "normalize_then_sum" and args.scale_rewards in ("none", False):
-        problem = "'normalize_then_sum' scales each reward by its group and their sum by the batch, as in TRL"
-        yield f"`scale_rewards` is {args.scale_rewards!r}, but {problem}. Unset it."
+        yield (
+            f"`scale_rewards` is {args.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group and "
+            "their sum by the batch, as in TRL. Unset it."
+        )
     if not {str(value).lower() for value in args.reward_required or ()} <= {"true", "false"}:
         yield f"`reward_required` is {args.reward_required}; it must be true or false for each reward."
     method, threshold = args.multi_objective_aggregation, str(args.log_tame_threshold)
@@ -126,10 +128,10 @@ def image_problems(config: Any, defaults: Mapping[str, Any], unsupported: Collec
         yield f"`log_tame_threshold` is {threshold}, which {method!r} does not use. Unset it."
     if args.reference != "initial" and not args.beta > 0:
         yield "`reference` is 'base', but no loss compares with it. Set `beta`."
-    yield from _times_problems(args) if is_nft else _step_problems(args)
+    yield from _times_errors(args) if is_nft else _step_errors(args)
 
 
-def _round_problems(args: SimpleNamespace) -> Iterator[str]:
+def _round_errors(args: SimpleNamespace) -> Iterator[str]:
     value, multiple = args.per_device_rollout_batch_size, args.per_device_train_batch_size
     if value is not None and value % multiple != 0:
         below = max(value // multiple, 1) * multiple
@@ -139,51 +141,62 @@ def _round_problems(args: SimpleNamespace) -> Iterator[str]:
         )
     batch_size = value or multiple
     if args.max_resample_times and args.min_reward_std is None and args.max_reward_mean is None:
-        cure = "Set `min_reward_std` (0 for those with equal rewards) or `max_reward_mean`"
-        yield f"`max_resample_times` is {args.max_resample_times}, but no prompt is left out. {cure}."
+        yield (
+            f"`max_resample_times` is {args.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 "
+            "for those with equal rewards) or `max_reward_mean`."
+        )
     if args.max_resample_times and args.num_generations % batch_size:
-        problem = f"a batch of {batch_size} images would hold parts of several"
-        cure = f"Choose a size that divides `num_generations` ({args.num_generations})"
-        yield f"`max_resample_times` generates single prompts again, but {problem}. {cure}."
+        yield (
+            f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold "
+            f"parts of several. Choose a size that divides `num_generations` ({args.num_generations})."
+        )
 
 
-def _step_problems(args: SimpleNamespace) -> Iterator[str]:
+def _step_errors(args: SimpleNamespace) -> Iterator[str]:
     """Check the stochastic steps and the loss on them."""
     last = args.num_inference_steps - 1
     if not args.sde_steps or len({*args.sde_steps} & {*range(last)}) != len(args.sde_steps):
-        rule = f"at least one step, each once, from 0 to {last - 1}: the noise of the last, {last}, would stay in the image"
-        yield f"`sde_steps` is {args.sde_steps}; it must name {rule}."
+        yield (
+            f"`sde_steps` is {args.sde_steps}; it must name at least one step, each once, from 0 to {last - 1}: the "
+            f"noise of the last, {last}, would stay in the image."
+        )
     else:
         if args.num_sde_steps is not None and not 1 <= args.num_sde_steps <= len(args.sde_steps):
-            choice = f"{len(args.sde_steps)} steps are named in `sde_steps` ({sorted(args.sde_steps)}) to choose from"
-            yield f"`num_sde_steps` is {args.num_sde_steps}, but {choice}."
+            yield (
+                f"`num_sde_steps` is {args.num_sde_steps}, but {len(args.sde_steps)} steps are named in `sde_steps` "
+                f"({sorted(args.sde_steps)}) to choose from."
+            )
         rest = last - max(args.sde_steps)
         if args.tail_steps is not None and not 1 <= args.tail_steps <= rest:
-            problem = f"{rest} of {last + 1} steps follow the last stochastic one, {max(args.sde_steps)}"
-            yield f"`tail_steps` is {args.tail_steps}, but {problem}. Choose from 1 to {rest}, or None for all."
+            yield (
+                f"`tail_steps` is {args.tail_steps}, but {rest} of {last + 1} steps follow the last stochastic one, "
+                f"{max(args.sde_steps)}. Choose from 1 to {rest}, or None for all."
+            )
     if args.sde_type == "cps" and args.noise_level > 1:
         yield f"`noise_level` is {args.noise_level}; it must be at most 1 for 'cps'."
 
 
-def _times_problems(args: SimpleNamespace) -> Iterator[str]:
+def _times_errors(args: SimpleNamespace) -> Iterator[str]:
     """Check the times at which NFT and AWM train an image."""
     count = args.num_inference_steps - 1  # without the last
     if args.num_noise_levels is not None and not 1 <= args.num_noise_levels <= count:
         yield f"`num_noise_levels` is {args.num_noise_levels}; it must be from 1 to {count}, one per step."
 
 
-def judge_problems(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
+def judge_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
     """Check the values of PaCoRewardConfig."""
     args = SimpleNamespace(**vars(config))
-    yield from _refused(args, defaults, unsupported, _INSTEAD)
+    yield from _refused(args, defaults, unsupported, _ALTERNATIVES)
     yield from _out_of_range(args, defaults, _REWARD_RANGES)
-    yield from _common_problems(args)
+    yield from _common_errors(args)
     if args.train_sampling_strategy == "batch_rebalance":
-        reason = "whose order does not depend on `seed` alone. Use 'group_by_length'."
-        yield f"`train_sampling_strategy` is 'batch_rebalance', {reason}"
+        yield (
+            "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. Use "
+            "'group_by_length'."
+        )
 
 
-def problems_of(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+def errors_of(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
     """Make a message of the error that a check raises."""
     try:
         check(*arguments)
@@ -220,7 +233,7 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
 
 def check_reward_weights(weights: list[float] | None, names: list[str], aggregation: str) -> list[float]:
     """Check the weights of the rewards (`None`: all 1) before generation, and return them."""
-    weights = _one_each(weights, 1.0, "reward_weights", names)
+    weights = _value_per_reward(weights, 1.0, "reward_weights", names)
     if not all(math.isfinite(weight) for weight in weights) or not any(weights):
         raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
     if aggregation == "geometric_mean" and min(weights) < 0:
@@ -232,13 +245,13 @@ def check_reward_weights(weights: list[float] | None, names: list[str], aggregat
 
 def check_required(required: list | None, names: list[str], weights: Iterable[float]) -> list[bool]:
     """Check which rewards are required (`None`: all); one of nonzero weight must be."""
-    required = _one_each(required, True, "reward_required", names)
+    required = _value_per_reward(required, True, "reward_required", names)
     if not any(is_required and weight != 0 for is_required, weight in zip(required, weights, strict=True)):
         raise ValueError(f"`reward_required` is {required}: no reward of nonzero weight is required. Require one.")
     return required
 
 
-def _one_each(values: list | None, default: Any, option: str, names: list[str]) -> list:
+def _value_per_reward(values: list | None, default: Any, option: str, names: list[str]) -> list:
     values = [default] * len(names) if values is None else values
     if len(values) != len(names):
         raise ValueError(
@@ -248,12 +261,12 @@ def _one_each(values: list | None, default: Any, option: str, names: list[str]) 
 
 
 def _refused(
-    args: SimpleNamespace, defaults: Mapping[str, Any], names: Collection[str], instead: Mapping[str, str]
+    args: SimpleNamespace, defaults: Mapping[str, Any], names: Collection[str], alternatives: Mapping[str, str]
 ) -> Iterator[str]:
     """Find fields that are set to anything but their default."""
     for name, value in vars(args).items():
         if name in names and value is not None and value != defaults[name]:
-            hint = f"; use {instead[name]} instead" if name in instead else ""
+            hint = f"; use {alternatives[name]} instead" if name in alternatives else ""
             yield f"`{name}` is set to {value!r}, which is not supported here. Unset it{hint}."
 
 
@@ -271,7 +284,7 @@ def _out_of_range(args: SimpleNamespace, defaults: Mapping[str, Any], ranges: Ra
                 setattr(args, name, defaults[name])
 
 
-def _common_problems(args: SimpleNamespace) -> Iterator[str]:
+def _common_errors(args: SimpleNamespace) -> Iterator[str]:
     """Find what starts a run that trains nothing, or in another precision."""
     if sys.platform == "win32":
         raise OSError(NOT_ON_WINDOWS)
@@ -284,10 +297,9 @@ def _common_problems(args: SimpleNamespace) -> Iterator[str]:
     for name in ("seed", "data_seed"):
         if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
             yield f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}."
-    limits = (*_LIMITS, "num_train_epochs") if args.max_steps >= 1 else _LIMITS
+    unbounded = (*_MAY_BE_INFINITE, "num_train_epochs") if args.max_steps >= 1 else _MAY_BE_INFINITE
     for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value) and (name not in limits or math.isnan(value)):
+        if isinstance(value, float) and not math.isfinite(value) and (name not in unbounded or math.isnan(value)):
             yield f"`{name}` is {value}; it must be a finite number."
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
-        steps = f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}"
-        yield f"{steps}; one must be above 0."
+        yield f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."

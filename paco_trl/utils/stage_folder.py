@@ -60,13 +60,13 @@ class StageFolder:
             return
         # The record after the files that it is asked about: another process may begin the stage meanwhile
         paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
-        found = sorted(str(path) for path in paths if not path.name.startswith("."))
+        files = sorted(str(path) for path in paths if not path.name.startswith("."))
         # Round trip through JSON, so that tuples compare equal
         settings, begun = json.loads(json.dumps(settings)), self.settings
-        if found and not begun.keys() & settings.keys():
-            raise self._foreign(some_of(found), _SETTINGS)
+        if files and not begun.keys() & settings.keys():
+            raise self._foreign(some_of(files), _SETTINGS)
         # Without another file, the first attempt ended in an error, without a result
-        if found in ([], [_SETTINGS]):
+        if files in ([], [_SETTINGS]):
             self._write(_SETTINGS, settings)
             return
         if changed := "; ".join(differences(begun, dict.fromkeys(begun) | settings)):
@@ -87,9 +87,9 @@ class StageFolder:
         """Return the report of a finished stage; empty before."""
         return read_record(self.path / _REPORT)
 
-    def _foreign(self, found: str, record: str) -> ValueError:
+    def _foreign(self, what: str, record: str) -> ValueError:
         return ValueError(
-            f"{self.path} has {found}, but no {record} of paco_trl that says it wrote this. Move it away, or choose "
+            f"{self.path} has {what}, but no {record} of paco_trl that says it wrote this. Move it away, or choose "
             "another directory."
         )
 

@@ -438,7 +438,7 @@ HUB = [
     *_mutants(
         "hub/files.py",
         "test_ownership.py::TestSaving",
-        ('{name for name in found if name.endswith(".png") and name not in pictures}', "set()"),
+        ('{name for name in foreign if name.endswith(".png") and name not in pictures}', "set()"),
         ('if values.get("kind") and', "if"),
         ("    if pictures is not None:\n", "    if True:\n        pictures = pictures or set()\n"),
     ),
@@ -685,7 +685,7 @@ EVALUATION = [
         "evaluation/report.py",
         "test_evaluation.py::TestReport",
         ('left_out = ("dataset", *HARMLESS_IN_SCORERS)', "left_out = ()"),
-        ("if _identity(other) == _identity(entry)]", "if True]"),
+        ("if _identity(saved) == _identity(entry)]", "if True]"),
     ),
     *_mutants(
         "evaluation/ranking_benchmark.py",
@@ -697,7 +697,7 @@ EVALUATION = [
     *_mutants(
         "evaluation/edit_reward.py",
         "test_evaluation.py::TestEvaluateEditReward test_published_protocols.py::test_edit_reward_bench_item_by_item",
-        ("float(preferred >= other)", "float(preferred > other)"),
+        ("float(preferred >= rejected)", "float(preferred > rejected)"),
         ("words, resizes=True)", "words)"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
@@ -753,8 +753,8 @@ EVALUATION = [
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
         ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),
         (
-            "pairs.append((first, *(others[place] for place in places)))",
-            "pairs.append((*(others[place] for place in places), first))",
+            "pairs.append((first, *(candidates[position] for position in positions)))",
+            "pairs.append((*(candidates[position] for position in positions), first))",
         ),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
         ('settings["scorer"] = scorer.model_name', 'settings["scorer"] = scorer.name'),
@@ -949,7 +949,7 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/fingerprint.py",
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
-        ("max(0, size - _PART) * number // (parts - 1)", "_PART * number"),
+        ("max(0, size - _PART) * part_number // (parts - 1)", "_PART * part_number"),
         ("code.__mro__[:-1] if", "code.__mro__[:1] if"),
         (
             "for name, value in with_values.items() if _is_plain(value)",
