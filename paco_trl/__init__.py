@@ -18,10 +18,11 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 __all__ = [
     "PaCoGRPOConfig", "PaCoGRPOTrainer", "PaCoNFTConfig", "PaCoNFTTrainer", "PaCoReward", "PaCoRewardConfig",
-    "PaCoRewardTrainer", "__version__",
+    "PaCoRewardTrainer", "__version__", "load_for_inference",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from .generation.inference import load_for_inference
     from .rewards.paco_reward import PaCoReward
     from .trainer.paco_grpo_config import PaCoGRPOConfig
     from .trainer.paco_grpo_trainer import PaCoGRPOTrainer

@@ -144,7 +144,7 @@ def test_files_of_before_are_read_as_well(tiny_flux, flux, tmp_path):
     old, new = (load_file(tmp_path / name / FILE) for name in ("old", "new"))
     assert any(not torch.equal(old[name], new[name]) for name in old)
     for name in ("old", "new"):
-        system = generation.load_pipeline(str(tiny_flux), torch.float32, tmp_path / name, "cpu")
+        system = generation.load_for_inference(tmp_path / name, str(tiny_flux), dtype=torch.float32, device="cpu")[0]
         assert deviation(changes(system.transformer), trained) == 0
 
 

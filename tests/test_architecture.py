@@ -13,7 +13,7 @@ PACKAGE = ROOT / "paco_trl"
 # Low to high. Those in one line do not import each other; "paco_trl" is the package's own `__init__.py`.
 LAYERS = (
     ("utils",), ("data",), ("rollout", "tiny"), ("rewards",), ("evaluation",), ("plots",), ("hub",),
-    ("checkpointing",), ("trainer",), ("paco_trl",), ("planning",), ("generation",),
+    ("checkpointing",), ("trainer",), ("planning",), ("generation",), ("paco_trl",),
     ("dataset_building", "image_benchmarks"), ("commands",),
 )  # fmt: skip
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -16,6 +16,7 @@ from paco_trl.commands.evaluate_arguments import PromptsArguments
 from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
+from paco_trl.generation.inference import read_trained
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from test_evaluate_generation import make_adapter
 from tiny_models import build_tiny_flux2_klein, build_tiny_flux_kontext
@@ -200,7 +201,9 @@ def test_an_adapter_is_checked_before_a_model_is_loaded(changes, error, files, a
 def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, tiny_flux, tmp_path, monkeypatch):
     make_trainer(guidance_scale=2.5, max_steps=1, save_strategy="steps", save_steps=1).train()
     checkpoint = tmp_path / "out" / "checkpoint-1"
-    for name, scale in {".": 2.5, "adapter_model.safetensors": 2.5, "pytorch_lora_weights.safetensors": 3.5}.items():
+    shutil.copy(checkpoint / "pytorch_lora_weights.safetensors", checkpoint / "style.safetensors")  # a stranger's
+    names = (".", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "style.safetensors")
+    for name, scale in zip(names, (2.5, 2.5, 2.5, 3.5), strict=True):
         words = ["--dataset_name", files / "single.txt", "--adapter", checkpoint / name]
         (results,) = evaluate(*words, model=tiny_flux, folder=tmp_path / "eval" / name).values()
         assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]
@@ -210,7 +213,8 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
 def test_a_run_of_another_version_lacks_settings(adapters, tiny_flux, tmp_path, run):
     shutil.copytree(adapters["moved"], tmp_path / "moved")
     save_settings(ImageModelCard("moved", "moved", str(tiny_flux), settings=run), tmp_path / "moved")
-    settings = _settings(PromptsArguments(dataset_name="a.jsonl", adapter=[str(tmp_path / "moved")]))
+    args = PromptsArguments(dataset_name="a.jsonl", adapter=[str(tmp_path / "moved")])
+    settings = _settings(args, read_trained(args.adapter[0]))
     found = (settings["guidance_scale"], settings["num_inference_steps"], settings["bf16"])
     assert found == (run.get("guidance_scale", 3.5), 20, "precision" not in run)
 

@@ -20,7 +20,7 @@ from PIL import Image
 import tiny_models
 from chat_server import ChatServer
 from judge_server import pictures_of
-from paco_trl.dataset_building import load_pipeline
+from paco_trl import load_for_inference
 from paco_trl.generation.edits import edit_keys, generate_edits
 from paco_trl.image_benchmarks import System, find_edits, gedit, gedit_protocols
 from paco_trl.image_benchmarks.gedit import EditScore, gedit_results, score_edits
@@ -83,7 +83,7 @@ EDITS = [
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     folder = tiny_models.build_tiny_flux_kontext(tmp_path_factory.mktemp("models") / "tiny-flux-kontext")
-    return load_pipeline(str(folder), torch.float32, device="cpu")
+    return load_for_inference(str(folder), dtype=torch.float32, device="cpu")[0]
 
 
 STEPS = {"num_inference_steps": 1, "guidance_scale": 2.5, "max_area": 128 * 128}
@@ -102,7 +102,7 @@ class TestGeneration:
     @pytest.mark.slow
     def test_qwen_image_edit(self, tmp_path):  # it has no `max_area`, and enlarges its source to a megapixel
         folder = tiny_models.build_tiny_qwen_image_edit(tmp_path / "model")
-        qwen = load_pipeline(str(folder), torch.float32, device="cpu")
+        qwen = load_for_inference(str(folder), dtype=torch.float32, device="cpu")[0]
         call = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
         row = {**EDITS[0], "height": 64, "width": 128}
         prompts = edits_of([row], height=Value("int64"), width=Value("int64"))
@@ -119,7 +119,11 @@ class TestGeneration:
             assert calls.count == 0 and not list(tmp_path.rglob("*.png"))
 
         edits = edits_of(EDITS)
-        refused("FluxPipeline has no `image`, so", edits, load_pipeline(str(tiny_flux), torch.float32, device="cpu"))
+        refused(
+            "FluxPipeline has no `image`, so",
+            edits,
+            load_for_inference(str(tiny_flux), dtype=torch.float32, device="cpu")[0],
+        )
         refused("'id'", edits.remove_columns("id"))
         refused(r"Rows 0 and 1 .* both 'a/1'", edits.remove_columns("language"))
         pair = [{"id": "x", "prompt": "Join.", "images": [EDITS[0]["image"], EDITS[2]["image"]]}]

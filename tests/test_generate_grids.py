@@ -15,9 +15,9 @@ from diffusers import DiffusionPipeline, LongCatImagePipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.data.image_sets import complete_image_sets
-from paco_trl.generation import load_pipeline
 from paco_trl.generation.grids import generate_grids, plan_batches
 from paco_trl.generation.image_files import is_flat, own_arguments
 from paco_trl.rollout import keyed_generator
@@ -46,7 +46,7 @@ FOUR = make_prompts([(32, 32), (32, 32), (32, 48), (32, 32)])
 
 @pytest.fixture(scope="module")
 def flux(tiny_flux) -> DiffusionPipeline:
-    return load_pipeline(str(tiny_flux), torch.float32, device="cpu")
+    return load_for_inference(str(tiny_flux), dtype=torch.float32, device="cpu")[0]
 
 
 class Calls:
@@ -156,7 +156,7 @@ class TestGrids:
 
     @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
     def test_the_first_image_of_a_set_is_the_source_of_the_others(self, folder_of, model, flux, tmp_path):
-        pipeline = load_pipeline(folder_of(model), torch.float32, device="cpu")
+        pipeline = load_for_inference(folder_of(model), dtype=torch.float32, device="cpu")[0]
         row = {"id": "a", "layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits.", "Eats."]}
         prompts = complete_image_sets(Dataset.from_list([row | {"height": 64, "width": 64}]))
         sets, own = {}, {"max_sequence_length": 32}
@@ -179,7 +179,7 @@ class TestGrids:
             draw(flux, prompts, tmp_path / "refused", panel_generation="anchored")
 
     def test_references_are_sources(self, folder_of, flux, tmp_path):
-        pipeline = load_pipeline(folder_of("flux2_klein"), torch.float32, device="cpu")
+        pipeline = load_for_inference(folder_of("flux2_klein"), dtype=torch.float32, device="cpu")[0]
         images = [Image.new("RGB", (64, 96), color) for color in ("red", "blue")]
         row = {"layout": "separate", "theme": "A fox.", "panels": ["Runs.", "Sits."], "height": 64, "width": 64}
 
@@ -233,7 +233,7 @@ class TestBatches:
 
     def test_negative_prompt_and_padding_in_a_batch(self, folder_of, tmp_path):
         """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
-        pipeline = load_pipeline(folder_of("qwen_image"), torch.float32, device="cpu")
+        pipeline = load_for_inference(folder_of("qwen_image"), dtype=torch.float32, device="cpu")[0]
         guided = {"seeds": [0, 1], "num_inference_steps": 2, "negative_prompt": "a lighthouse", "true_cfg_scale": 3.0}
         alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))
         together = pixels(draw(pipeline, FOUR, tmp_path / "together", batch_size=4, **guided))
@@ -387,4 +387,4 @@ def test_pickled_weights_are_refused(tiny_flux, tmp_path):
     torch.save(load_file(weights), weights.with_suffix(".bin"))
     weights.unlink()
     with pytest.raises(OSError, match="safetensors"):
-        load_pipeline(str(folder), torch.float32)
+        load_for_inference(str(folder), dtype=torch.float32)[0]

@@ -211,7 +211,7 @@ def test_training_goes_on_from_it(make_trainer, base_of, tiny_flux, tmp_path):
     before = weights_of(trainer)
     image = draw(in_diffusers(base_of("flux"), file))
     assert np.array_equal(draw(trainer.pipeline), image) and np.abs(image - draw(fresh(base_of("flux")))).mean() > 2
-    loaded = generation.load_pipeline(str(tiny_flux), torch.float32, str(file), "cpu")
+    loaded = generation.load_for_inference(str(file), str(tiny_flux), dtype=torch.float32, device="cpu")[0]
     assert np.array_equal(draw(loaded), image)
     trainer.train()
     assert logs_with(trainer, "kl")[0] == 0 < min(logs_with(trainer, "kl")[1:])  # from the LoRA as it came

@@ -19,16 +19,15 @@ from miniature.models import (
 )
 from miniature.truth import judge_set, read_panels
 from miniature.world import ALL_PANELS, PromptSpec, describe_spec, draw_panel
-from paco_trl import PaCoReward
+from paco_trl import PaCoReward, load_for_inference
 from paco_trl.data import split_grid, theme_question
-from paco_trl.dataset_building import load_pipeline
 from paco_trl.evaluation import auroc
 from paco_trl.rewards import ClipTReward, EditReward, RubricReward
 
 
 @pytest.fixture(scope="module")
 def pipeline():
-    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+    pipeline = load_for_inference(str(toy_flux_path()), dtype=torch.float32, device="cpu")[0]
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -27,7 +27,7 @@ from miniature.models import toy_flux_path
 from miniature.run import Miniature, clear, read_settings
 from miniature.settings import SHORT
 from miniature.truth import SetTruth
-from paco_trl.dataset_building import load_pipeline
+from paco_trl import load_for_inference
 
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ class TestShortRun:
             assert (miniature.folder / name).stat().st_size > 1000
         card = (miniature.folder / "toy-flux-lora" / "README.md").read_text(encoding="utf-8")
         assert "# toy-flux-lora" in card and str(miniature.folder) not in card
-        pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+        pipeline = load_for_inference(str(toy_flux_path()), dtype=torch.float32, device="cpu")[0]
         before = pipeline.transformer.proj_out.weight.sum()
         pipeline.load_lora_weights(miniature.folder / "toy-flux-lora")
         assert pipeline.get_active_adapters() and before == pipeline.transformer.proj_out.weight.sum()

@@ -17,7 +17,7 @@ LOADERS = {
     "judge": PaCoReward.from_pretrained,
     "adapter": lambda name: read_peft_config(name, "base"),
     "pipeline": lambda name: load_pipeline(name, torch.float32),
-    "pipeline of a benchmark": lambda name: generation.load_pipeline(name, torch.float32),
+    "pipeline of a benchmark": lambda name: generation.load_for_inference(name, dtype=torch.float32)[0],
     "merge": lambda name: merge(MergeArguments(name, "merged")),
 }
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from hub_server import TOKEN, HubServer
+from paco_trl.checkpointing.checkpoints import find_saved_model
 from paco_trl.commands.main import main
-from paco_trl.commands.push import PushArguments, find_saved_model
+from paco_trl.commands.push import PushArguments
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER, published_files_of
 from paco_trl.hub.pushing import remember_repository

@@ -4,6 +4,7 @@ The package on a GPU that is host memory (see simulated_cuda/README.md): `make t
 which has each family, kind of quantized weights and attention backend.
 """
 
+import functools
 import json
 import os
 import runpy
@@ -11,21 +12,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from diffusers import FluxTransformer2DModel
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import CLIPTextModel, Qwen2_5_VLForConditionalGeneration, T5EncoderModel
 
 from launching import ROOT, free_port
-from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.commands import doctor
-from paco_trl.generation import load_pipeline
+from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, load_for_inference
+from paco_trl.commands import build, doctor, evaluate
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
+from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
 from paco_trl.rollout.rounds import Batch
+from test_evaluate_generation import make_adapter
 from test_gpu import ADAPTER, ON_DEVICE, check_ratio, check_same_and_moved, devices_of
 from test_paco_reward_trainer import mixed
 from testing_utils import LORA, SMALL_RUN, are_equal
@@ -243,16 +248,102 @@ class TestTraining:
         make_trainer(**ON_DEVICE, max_steps=1).train()
 
 
-def test_comparison_app(tiny_flux, models):
-    pipeline = load_pipeline(str(tiny_flux), torch.bfloat16)
-    assert devices_of(pipeline.transformer) == {"cuda"}
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
-    pipeline.transformer = get_peft_model(pipeline.transformer, config)
-    comparison = Comparison(pipeline, PaCoReward.from_pretrained(models["judge"]), (32, 32), 1.0)
-    base, adapted = comparison.generate("A red panda.", 2, 2, seed=1, steps=2)
-    assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
-    scores = comparison.score("A red panda.", [base, adapted])
-    assert [len(row) for row in scores] == [6, 6]
+KINDS = {
+    "text": (CLIPTextModel, T5EncoderModel),
+    "transformer": (FluxTransformer2DModel,),
+    "judge": (Qwen2_5_VLForConditionalGeneration,),
+}
+
+
+@pytest.fixture
+def beside(monkeypatch) -> set[frozenset[str]]:
+    """Kinds of models that were on the device together when one of them computed."""
+    built: WeakKeyDictionary = WeakKeyDictionary()
+    found: set[frozenset[str]] = set()
+    for kind, classes in KINDS.items():
+        for model in classes:
+
+            def init(self, *args, _kind=kind, _init=model.__init__, **kwargs):
+                built[self] = _kind
+                _init(self, *args, **kwargs)
+
+            def forward(self, *args, _forward=model.forward, **kwargs):
+                found.add(frozenset(name for one, name in built.items() if "cuda" in devices_of(one)))
+                return _forward(self, *args, **kwargs)
+
+            monkeypatch.setattr(model, "__init__", functools.wraps(model.__init__)(init))
+            monkeypatch.setattr(model, "forward", functools.wraps(model.forward)(forward))
+    return found
+
+
+class TestWhatIsOnTheDevice:
+    """Text encoders, transformer and judge take turns in every command that generates, as in training."""
+
+    @pytest.fixture(scope="class")
+    def trained(self, tiny_flux, tmp_path_factory) -> Path:
+        """An adapter of a run on NF4 weights."""
+        folder = tmp_path_factory.mktemp("trained") / "nf4"
+        make_adapter(folder, str(tiny_flux), 0)
+        loading = {"quantization": "nf4", "offload": True, "vae_tiling": True}
+        call = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 1.0}
+        run = {"inference_size": [32, 32], "guidance_scale": 1.0, "precision": "bfloat16"}
+        card = ImageModelCard("nf4", "nf4", str(tiny_flux), loading=loading, call=call, settings=run)
+        save_settings(card, folder)
+        return folder
+
+    @pytest.fixture(scope="class")
+    def sets(self, tmp_path_factory) -> Path:
+        file = tmp_path_factory.mktemp("prompts") / "sets.jsonl"
+        rows = load_image_set_prompts(demo_prompts_path()).filter(lambda row: row["rows"] == row["cols"] == 2)
+        criteria = {"Style": {"paint": "All images are painted alike."}}
+        rows = [{**row, "criteria": criteria, "height": 32, "width": 32} for row in rows.select(range(3))]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    @pytest.mark.parametrize("offload", [True, False])
+    @pytest.mark.parametrize("quantization", ["nf4", "int8", "fp8_storage", None])
+    def test_load_for_inference(self, trained, beside, quantization, offload):
+        pipe, call = load_for_inference(trained, quantization=quantization, offload=offload)
+        images = [pipe(prompt, **call).images[0] for prompt in ("a fox", "a lighthouse at dusk")]
+        assert images[0].tobytes() != images[1].tobytes()
+        assert (frozenset(["text", "transformer"]) in beside) is not offload
+        if offload:
+            assert beside == {frozenset(["text"]), frozenset(["transformer"])}
+
+    @pytest.mark.parametrize("words", ["", "--offload False"])
+    def test_commands_for_datasets(self, words, trained, sets, beside, tmp_path):
+        data = f"--dataset_name {sets}"
+        common = f"--adapter {trained} {words}".split()
+        evaluate.main([*f"generate {data} --output_dir {tmp_path}/images".split(), *common])
+        build.main(f"prompts {data} --build_dir {tmp_path}/build".split())
+        build.main([*f"grids --build_dir {tmp_path}/build --seeds 0 1".split(), *common])
+        assert len(list(tmp_path.rglob("images/*/*.png"))) == 9
+        for folder in ("images", "build/grids"):
+            settings = json.loads((tmp_path / folder / "settings.json").read_text())
+            assert settings["quantization"] == "nf4" and settings["num_inference_steps"] == 2
+        assert (frozenset(["text", "transformer"]) in beside) is bool(words)
+
+    def test_evaluate_prompts(self, trained, sets, models, beside, tmp_path):
+        words = f"prompts --dataset_name {sets} --adapter {trained} --output_dir {tmp_path}/out"
+        words += f" --rewards rubric:consistency --judge_model {models['judge']}"
+        evaluate.main(words.split())
+        assert beside == {frozenset(["text"]), frozenset(["transformer"]), frozenset(["judge"])}
+        (results,) = (tmp_path / "out").glob("*/results.json")
+        systems = json.loads(results.read_text())["systems"]
+        assert [system["settings"]["quantization"] for system in systems] == ["nf4", "nf4"]
+
+    @pytest.mark.parametrize("offload", [True, False])
+    def test_space(self, trained, models, beside, offload):
+        pipeline = load_for_inference(trained, offload=offload)[0]
+        comparison = Comparison(pipeline, PaCoReward.from_pretrained(models["judge"]), (32, 32), 1.0)
+        beside.clear()
+        base, adapted = comparison.generate("A red panda.", 2, 2, seed=1, steps=2)
+        assert [panel.tobytes() for panel in base] != [panel.tobytes() for panel in adapted]
+        scores = comparison.score("A red panda.", [base, adapted])
+        assert [len(row) for row in scores] == [6, 6]
+        next(comparison.generate("A red panda.", 2, 2, seed=2, steps=2))
+        alone = {frozenset(["text"]), frozenset(["transformer"]), frozenset(["judge"])}
+        assert beside == (alone if offload else {frozenset(KINDS)})
 
 
 def test_doctor(tiny_flux, prompts, tmp_path):

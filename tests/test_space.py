@@ -23,10 +23,10 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from launching import ROOT
+from paco_trl import load_for_inference
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
-from paco_trl.generation import load_pipeline
 from paco_trl.hub.settings import ImageModelCard, LoRA, Reward, load_settings, save_settings
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rollout import keyed_generator
@@ -62,7 +62,7 @@ def card(**settings) -> ImageModelCard:
 def adapter(tmp_path_factory) -> Path:
     """An adapter of the toy FLUX that changes its images, with a card."""
     folder = tmp_path_factory.mktemp("adapter") / "toy"
-    pipeline = load_pipeline(str(FLUX), torch.float32, device="cpu")
+    pipeline = load_for_inference(str(FLUX), dtype=torch.float32, device="cpu")[0]
     model = get_peft_model(
         pipeline.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=["attn.to_q", "attn.to_v"])
     )
@@ -106,7 +106,7 @@ class TestWrite:
             "num_inference_steps": 3, "guidance_scale": 1.0, "dtype": "float32", "layout": (2, 2), "panel_size": (64, 64),
         }  # fmt: skip
         names = sorted(path.name for path in (folder / "adapter").iterdir())
-        assert names == ["adapter_config.json", "adapter_model.safetensors"]  # safetensors alone
+        assert names == ["adapter_config.json", "adapter_model.safetensors", "paco_trl.json"]  # safetensors alone
 
     def test_where_paco_trl_is_installed_from(self, adapter, tmp_path, monkeypatch, capsys):
         """It is on no package index: the Hub builds the Space from the repository, or the address has to be added."""
@@ -177,12 +177,12 @@ def test_the_same_noise_and_the_score_of_training(adapter):
     from paco_trl import PaCoReward
 
     judge = PaCoReward.from_pretrained(JUDGE, device="cpu")
-    pipeline = load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu")
+    pipeline = load_for_inference(str(adapter), str(FLUX), dtype=torch.float32, device="cpu")[0]
     comparison = Comparison(pipeline, judge, (64, 64), 1.0)
     sets = list(comparison.generate(PROMPT, 2, 2, 7, 3))
     assert not np.array_equal(*(np.hstack(panels) for panels in sets))
 
-    untouched = load_pipeline(str(FLUX), torch.float32, device="cpu")
+    untouched = load_for_inference(str(FLUX), dtype=torch.float32, device="cpu")[0]
     for system, panels in ((untouched, sets[0]), (pipeline, sets[1])):
         image = system(
             prompt=PROMPT, height=128, width=128, guidance_scale=1.0, num_inference_steps=3,
@@ -201,7 +201,7 @@ def test_the_same_noise_and_the_score_of_training(adapter):
 
 
 def test_each_separate_image_has_its_own_call(adapter):
-    pipeline = load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu")
+    pipeline = load_for_inference(str(adapter), str(FLUX), dtype=torch.float32, device="cpu")[0]
     lines, sets = "one round figure\n\nmeadow red hat\nmeadow red hat\n", {}
     for way in ("independent", "shared_noise"):
         comparison = Comparison(pipeline, None, (64, 64), 1.0, None, "{panel} {theme}", way)
@@ -210,7 +210,7 @@ def test_each_separate_image_has_its_own_call(adapter):
     (base, tuned), (shared, _) = sets.values()
     assert not np.array_equal(*base) and np.array_equal(*shared) and np.array_equal(base[0], shared[0])
     assert not np.array_equal(base[0], tuned[0])
-    untouched = load_pipeline(str(FLUX), torch.float32, device="cpu")
+    untouched = load_for_inference(str(FLUX), dtype=torch.float32, device="cpu")[0]
     image = untouched(
         prompt="meadow red hat one round figure", height=64, width=64, guidance_scale=1.0, num_inference_steps=3,
         max_sequence_length=untouched.tokenizer_2.model_max_length, generator=torch.Generator().manual_seed(7),
@@ -229,7 +229,7 @@ def test_each_separate_image_has_its_own_call(adapter):
 
 
 def test_the_first_panel_is_the_source_of_the_others(tmp_path):
-    pipeline = load_pipeline(str(build_tiny_flux_kontext(tmp_path)), torch.float32, device="cpu")
+    pipeline = load_for_inference(str(build_tiny_flux_kontext(tmp_path)), dtype=torch.float32, device="cpu")[0]
     config = LoraConfig(target_modules=["to_q"], init_lora_weights=False)
     pipeline.transformer = get_peft_model(pipeline.transformer, config)
     sets = {}
@@ -248,7 +248,9 @@ def test_the_first_panel_is_the_source_of_the_others(tmp_path):
 
 @pytest.fixture(scope="module")
 def comparison(adapter):
-    return Comparison(load_pipeline(str(FLUX), torch.float32, str(adapter), "cpu"), None, (64, 64), 1.0)
+    return Comparison(
+        load_for_inference(str(adapter), str(FLUX), dtype=torch.float32, device="cpu")[0], None, (64, 64), 1.0
+    )
 
 
 def compare_of(comparison: Comparison, layout: tuple[int, int] = (2, 2), prompts: tuple[str, ...] = ("a hat",)):

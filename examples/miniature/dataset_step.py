@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paco_trl import load_for_inference
 from paco_trl.dataset_building import (
     StageFolder,
     annotation_files,
     build_pairs,
     cut_panels,
     generate_grids,
-    load_pipeline,
     make_instances,
     rank_automatically,
     read_annotations,
@@ -32,7 +32,7 @@ GRID_SEEDS = (0, 1, 2, 3)  # paper: four sets of each prompt
 
 def build_dataset(folder: Path, prompts: "Dataset", settings: MiniatureSettings) -> dict[str, Any]:
     """Generate sets with the untrained generator and pair their panels; the same set counts as more consistent."""
-    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, device="cpu")
+    pipeline, _ = load_for_inference(toy_flux_path(), dtype=torch.float32, device="cpu")
     grids = generate_grids(
         pipeline,
         prompts,

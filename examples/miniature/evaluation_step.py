@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, generate_grids
-from paco_trl.generation import load_pipeline
 from paco_trl.image_benchmarks.statistics import Unit, cell, difference
 
 from .edit_world import EditTruth
@@ -34,9 +34,9 @@ def generate_and_read(
     **options: Any,
 ) -> Truths:
     """Generate sets of the test prompts at full resolution, and read from the pixels what they show."""
-    pipeline = load_pipeline(
-        str(model or toy_flux_path()), torch.float32, None if adapter is None else str(adapter), "cpu"
-    )
+    base = model or toy_flux_path()
+    where: dict[str, Any] = {"model": None if adapter is None else str(base), "device": "cpu"}
+    pipeline, _ = load_for_inference(base if adapter is None else adapter, dtype=torch.float32, **where)
     grids = generate_grids(
         pipeline,
         prompts,

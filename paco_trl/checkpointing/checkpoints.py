@@ -15,7 +15,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
-from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, select_files
+from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
+from ..hub.settings import load_settings
 from ..utils.files import open_weights, read_record, write_atomically
 from ..utils.text import differences
 
@@ -290,3 +291,26 @@ def load_round(checkpoint: Path, process_index: int, device: torch.device, is_of
     # device is called "cpu:0", to which torch does not load
     location = "cpu" if is_offloaded or device.type == "cpu" else device
     return torch.load(round_file(checkpoint, process_index), map_location=location, weights_only=True)
+
+
+def find_saved_model(folder: Path) -> Path:
+    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that was saved later."""
+    if not folder.is_dir():
+        raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
+    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
+    models = [*[folder] * _is_complete(folder), *models]
+    if not models:
+        raise ValueError(
+            f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
+        )
+    return max(models, key=_saved_at)  # the directory itself if it was saved at the same step
+
+
+def _is_complete(folder: Path) -> bool:
+    return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
+
+
+def _saved_at(folder: Path) -> tuple[str, int]:
+    # As it was recorded: the dates of files are those of a copy
+    card = load_settings(folder)
+    return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))

@@ -114,16 +114,18 @@ def make_grids(args: arguments.GridsArguments) -> None:
     import torch
     from accelerate import PartialState
 
-    prompts = result(args, "prompts")
-    settings = {name: getattr(args, name) for name in ("dtype", "seeds", "batch_size", "height", "width")}
-    settings |= {"model": args.model_name_or_path, "model_files": model_files(args.model_name_or_path)}
+    prompts, trained = result(args, "prompts"), args.read_trained()
+    call = args.call_of(trained)
+    settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
+    settings |= (
+        trained.settings | {"model": trained.model, "model_files": model_files(trained.model)} | trained.weights
+    )
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
-    folder = stage(args, "grids", settings | args.call | {"prompts": digest_of_prompts(prompts)})
+    folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
-    pipeline = building.load_pipeline(args.model_name_or_path, getattr(torch, args.dtype))
     size = (args.height, args.width)
-    building.generate_grids(pipeline, prompts, folder, args.seeds, args.batch_size, *size, **args.call)
+    building.generate_grids(trained.load(), prompts, folder, args.seeds, args.batch_size, *size, **call)
     if state.is_main_process:
         finish(folder)
 

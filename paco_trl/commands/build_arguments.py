@@ -20,13 +20,18 @@ Interrupted stages resume automatically. The pairs train a judge:
 """
 
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .parser import option, run_stage
 from .script_arguments import check_stage
 
 
+if TYPE_CHECKING:
+    from ..generation.inference import Trained
+
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZATION_NAMES = ("nf4", "int8", "fp8", "fp8_storage")
+PIPELINE_QUANTIZATION = "Quantization of transformer and text encoders: `auto` (as in the run), `nf4`, `int8`, `fp8`, `fp8_storage`, or `None`."
 
 
 @dataclass
@@ -54,16 +59,48 @@ class ServerArguments(RequestArguments):
 
 @dataclass
 class PipelineArguments:
-    """Diffusers pipeline that generates the images, and the options of its call."""
+    """Diffusers pipeline that generates the images, and the options of its call: an adapter's are those of its run."""
 
-    model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of a diffusers pipeline.")
-    dtype: str = option("bfloat16", "Dtype of the pipeline: `bfloat16`, `float16` or `float32`.", choices=DTYPES)
-    num_inference_steps: int | None = option(None, "Number of denoising steps. If `None`, the pipeline's default.")
-    guidance_scale: float | None = option(None, "Guidance scale. If `None`, the pipeline's default.")
-    true_cfg_scale: float | None = option(None, "Scale of true CFG (Qwen-Image). If `None`, the pipeline's default.")
-    negative_prompt: str | None = option(None, "Negative prompt. If `None`, none; Qwen-Image then does not guide.")
+    adapter: str | None = option(
+        None,
+        "Adapter, or whole transformer of a run: Hub id, directory or LoRA file. If `None`, the untouched model.",
+    )
+    model_name_or_path: str | None = option(
+        None, "Hub id or directory of the pipeline. If `None`, the base of the adapter, or FLUX.1-dev."
+    )
+    dtype: str = option(
+        "auto", "Dtype of the pipeline: `auto` (of the run, or `bfloat16`), `bfloat16`, `float16` or `float32`.",
+        choices=("auto", *DTYPES),
+    )  # fmt: skip
+    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATION_NAMES))
+    offload: bool | None = option(
+        None, "Whether text encoders and transformer take turns on the GPU. If `None`, as in the run, or `True`."
+    )
+    vae_tiling: bool | None = option(None, "Whether the VAE decodes in tiles. If `None`, as in the run, or not.")
+    num_inference_steps: int | None = option(
+        None, "Number of denoising steps. If `None`, that of the run's evaluations, or the pipeline's default."
+    )
+    guidance_scale: float | None = option(
+        None, "Guidance scale. If `None`, that of the run, or the pipeline's default."
+    )
+    true_cfg_scale: float | None = option(None, "Scale of true CFG (Qwen-Image). If `None`, as `guidance_scale`.")
+    negative_prompt: str | None = option(None, "Negative prompt. If `None`, that of the run, or none.")
     height: int | None = option(None, "Height in pixels. If `None`, the column `height`, or the pipeline's for edits.")
     width: int | None = option(None, "Width in pixels. If `None`, the column `width`, or the pipeline's for edits.")
+
+    def read_trained(self) -> "Trained":
+        """Read what is loaded, and how."""
+        from ..generation.inference import DEFAULT_MODEL, read_adapter, read_pipeline
+
+        model, names = self.model_name_or_path, ("dtype", "quantization", "offload", "vae_tiling")
+        options = {name: getattr(self, name) for name in names}
+        if self.adapter is None:
+            return read_pipeline(model or DEFAULT_MODEL, **options)
+        return read_adapter(self.adapter, model, **options)
+
+    def call_of(self, trained: "Trained") -> dict[str, Any]:
+        """Return the options of the call besides the size: those given, and those of the run."""
+        return {name: value for name, value in trained.call.items() if name not in ("height", "width")} | self.call
 
     @property
     def call(self) -> dict[str, Any]:

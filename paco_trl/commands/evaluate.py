@@ -19,10 +19,11 @@ from .. import image_benchmarks as benchmarks
 from ..data import SourceImages, load_edit_prompts, load_image_set_prompts, load_stories
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets, complete_image_sets
 from ..evaluation import AestheticScorer
-from ..generation import generate_edits, generate_grids, load_pipeline
+from ..generation import generate_edits, generate_grids
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
-from ..generation.image_files import check_adapter, digest_of_prompts
+from ..generation.image_files import digest_of_prompts
+from ..generation.inference import Trained
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
@@ -31,14 +32,14 @@ from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
-from ..utils.files import find_adapter_file, read_record, sole_writer, write_atomically
-from ..utils.fingerprint import file_digest, model_files
+from ..utils.files import read_record, sole_writer, write_atomically
+from ..utils.fingerprint import model_files
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
 from .evaluate_judge import evaluate
-from .evaluate_prompts import evaluate_prompts, load_run_card
+from .evaluate_prompts import evaluate_prompts
 from .parser import refuse_unused
 
 
@@ -85,10 +86,9 @@ def _load_benchmark(args) -> Dataset:
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
-def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments) -> Dataset:
+def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, trained: Trained) -> Dataset:
     """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
-    card = load_run_card(args.adapter) if args.benchmark != "gedit" else None
-    run = {} if card is None else card.settings
+    run = {} if trained.card is None or args.benchmark == "gedit" else trained.card.settings
     if args.benchmark == "t2is":
         args.set_layout = args.set_layout or run.get("set_layout")
     benchmark = _load_benchmark(args)
@@ -124,26 +124,24 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *how), settings
 
 
-def generate(args: arguments.GenerateArguments) -> Step:
-    """Generate the images of one system."""
+def generate(args: arguments.GenerateArguments, trained: Trained | None = None) -> Step:
+    """Generate the images of one system; if it is not `trained`, what the options name."""
     if args.benchmark == "gedit":
         refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
     if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
         raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
-    benchmark = _load_as_trained(args)
-    panels = {}
+    trained = args.read_trained() if trained is None else trained
+    benchmark, panels = _load_as_trained(args, trained), {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panel_options(**panels)
     else:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
-    names = ("benchmark", "adapter", "dtype", "seeds", "batch_size", "height", "width")
-    settings = {name: getattr(args, name) for name in names} | args.call | panels
-    settings |= {"model": args.model_name_or_path, "model_files": model_files(args.model_name_or_path)}
+    call = args.call_of(trained)
+    names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
+    settings = trained.weights | {name: getattr(args, name) for name in names} | trained.settings | call | panels
+    settings |= {"model": trained.model, "model_files": model_files(trained.model)}
     settings["prompts"] = digest_of_prompts(benchmark)
-    if args.adapter is not None:
-        check_adapter(args.adapter, args.model_name_or_path)
-        settings["adapter_weights"] = file_digest(find_adapter_file(args.adapter))
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
     if "references" in benchmark.column_names:
@@ -151,8 +149,8 @@ def generate(args: arguments.GenerateArguments) -> Step:
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
-        pipeline = load_pipeline(args.model_name_or_path, getattr(torch, args.dtype), args.adapter)
-        call = args.call | {"height": args.height, "width": args.width} | panels
+        pipeline = trained.load()
+        call |= {"height": args.height, "width": args.width} | panels
         if args.benchmark == "gedit":
             given = {name: value for name, value in call.items() if value is not None}
             generate_edits(pipeline, benchmark, folder, args.seeds[0], **given)
@@ -299,9 +297,12 @@ def images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
     if not args.judges:
         raise ValueError("`--judges` is missing: without one there is nothing to report.")
+    trained = args.read_trained()
     if args.benchmark == "t2is":
-        _load_as_trained(args)  # the base model gets what the adapter gets
-    roles, folder = ["base"] if args.adapter is None else ["base", "tuned"], Path(args.output_dir)
+        _load_as_trained(args, trained)  # the base model gets what the adapter gets
+    systems, folder = {"base": trained.base, "tuned": trained}, Path(args.output_dir)
+    if args.adapter is None:
+        del systems["tuned"]
 
     def of(kind: type, role: str, **changed: Any) -> Any:
         shared = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
@@ -312,13 +313,13 @@ def images(args: arguments.ImagesArguments) -> None:
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's
     if args.benchmark == "t2is":
         judging["protocol"] = "default"  # the published one is of its report
-    compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in roles else None}
+    compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in systems else None}
     run(
         *(
-            generate(of(arguments.GenerateArguments, role, **({} if role == roles[-1] else {"adapter": None})))
-            for role in roles
+            generate(of(arguments.GenerateArguments, role, adapter=None if role == "base" else args.adapter), system)
+            for role, system in systems.items()
         ),
-        *(score(of(arguments.ScoreArguments, role, **judging)) for role in roles),
+        *(score(of(arguments.ScoreArguments, role, **judging)) for role in systems),
         report(of(arguments.ReportArguments, "report", **compared)),
     )
 

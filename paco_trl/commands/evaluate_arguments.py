@@ -23,7 +23,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
 from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
-from .build_arguments import DTYPES, PipelineArguments, RequestArguments
+from .build_arguments import DTYPES, PIPELINE_QUANTIZATION, QUANTIZATION_NAMES, PipelineArguments, RequestArguments
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, run_stage
 from .script_arguments import PromptDataArguments, RewardOptions, check_stage
 
@@ -109,7 +109,11 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
 
     adapter: list[str] | None = option(
-        None, "Adapters to compare with the base model. If `None`, it is evaluated alone."
+        None,
+        "Adapters, or whole transformers of runs, to compare with the base model. If `None`, it is evaluated alone.",
+    )
+    model_name_or_path: str | None = option(
+        None, "Hub id or directory of the pipeline. If `None`, the base of the first adapter, or FLUX.1-dev."
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
     num_generations: int = option(1, "Number of images per prompt and model.")
@@ -120,6 +124,8 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     width: int | None = option(None, "Width in pixels, for rows without one. If `None`, that of the run, or 1024.")
     seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
     bf16: bool | None = option(None, "Whether to generate in bf16, not float32. If `None`, as the run, or in bf16.")
+    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATION_NAMES))
+    vae_tiling: bool | None = option(None, "Whether the VAE decodes in tiles. If `None`, as in the run, or not.")
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
 
 
@@ -160,7 +166,6 @@ class ScoredArguments(BenchmarkArguments):
 class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     """Images of one system: a pipeline, with or without an adapter."""
 
-    adapter: str | None = option(None, "Hub id, directory or LoRA file of an adapter. If `None`, the untouched model.")
     seeds: list[int] = option([0], "Seeds for each prompt; only one with `gedit`.")
     batch_size: int = option(1, "Images per call of the pipeline; not for `gedit`.")
     panel_files: bool = option(

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,30 +25,30 @@ from transformers import TrainerState
 from ..data import split_grid
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
-from ..hub.settings import ImageModelCard, load_settings
+from ..generation.inference import DEFAULT_MODEL, Trained, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
 from ..rewards.checks import check_columns
 from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
 from ..rewards.weighting import Rewards
-from ..rollout import family_of
+from ..rollout import FAMILIES, family_of
 from ..rollout.encoder import ROWS_AHEAD, placed_on
 from ..rollout.loading import (
-    check_peft_config,
     check_trained,
     is_buildable,
-    load_pipeline,
+    keep_dtype_of_norms,
     load_without_weights,
-    make_policy,
+    read_index,
+    wrap_pipeline,
 )
 from ..rollout.policy import Policy
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import digest, find_adapter_file, peft_folder, sole_writer, to_png, write_atomically
-from ..utils.fingerprint import describe, file_digest, model_files
+from ..utils.files import digest, sole_writer, to_png, write_atomically
+from ..utils.fingerprint import describe, model_files
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
@@ -72,31 +72,32 @@ Place = tuple[int, int]
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
-    check_data_options(args)
     check_reward_options(args)
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders}) < len(folders):
         where = "results go to directories of its last name, of which two are the same, or `base`"
         raise ValueError(f"`--adapter` is {', '.join(adapters)}: {where}. Use another `--output_dir` for some.")
-    for adapter in adapters:
-        check_peft_config(adapter, args.model_name_or_path)
-        if is_buildable(args.model_name_or_path, {}, None):
-            pipeline = load_without_weights(args.model_name_or_path, {"default": torch.float32}, encodes=False)
-            check_trained(pipeline, family_of(pipeline), adapter)
+    base, *tuned = _read_systems(args)
+    class_name = read_index(base.model, base.where)["_class_name"]
+    family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
+    if family is not None and family.needs_images and "edits" not in args.typed:  # as in training
+        args.edits = True
+    check_data_options(args)
     shared = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
+    script_args.model_name_or_path = base.model
     dataset = load_train_prompts(script_args)
-    settings = _settings(args)
+    settings = _settings(args, base)
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
         refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
-    settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(args.model_name_or_path)}
-    if set(rows.negative_prompts) != {None} and is_buildable(args.model_name_or_path, {}, None):
-        pipeline = load_without_weights(args.model_name_or_path, {"default": torch.float32}, encodes=False)
+    settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(base.model)}
+    if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.where, None):
+        pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.where)
         rows.measure(pipeline, family_of(pipeline))
     check_judged(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
@@ -111,17 +112,15 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     systems: list[dict[str, Any]] = []
     shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
-        for name, adapter in zip(folders, [None, *adapters], strict=True):
-            weights = (
-                {} if adapter is None else {"adapter": adapter, "weights": file_digest(find_adapter_file(adapter))}
-            )
+        for name, adapter, trained in zip(folders, [None, *adapters], [base, *tuned], strict=True):
+            weights = {} if adapter is None else {"adapter": adapter, "weights": trained.weights["adapter_weights"]}
             folder = StageFolder(output_dir / name, settings | weights).images
             places = itertools.product(range(len(rows)), range(args.num_generations))
             files = {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
             if not all(path.exists() for path in files.values()):
-                _generate(args.model_name_or_path, adapter, settings, rows, files, accelerator)
+                _generate(trained, settings, rows, files, accelerator)
                 gc.collect()
-            role, title = "tuned" if adapter else "base", public_name(adapter or args.model_name_or_path)
+            role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
         with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
@@ -141,44 +140,55 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
-def load_run_card(adapter: str | None) -> Any:
-    """Load the card of an adapter's training run, which has `settings`; `None` for an adapter without, and for none."""
-    folder = peft_folder(adapter) if adapter else None
-    card = load_settings(folder) if folder else None
-    return card if isinstance(card, ImageModelCard) and card.settings else None
+def _read_systems(args: PromptsArguments) -> list[Trained]:
+    """Read the base model and the adapters, which are loaded as the first of them was trained."""
+    dtype = "auto" if args.bf16 is None else "bfloat16" if args.bf16 else "float32"
+    options: dict[str, Any] = {"dtype": dtype, "quantization": args.quantization, "vae_tiling": args.vae_tiling}
+    adapters, model = args.adapter or [], args.model_name_or_path
+    first = (
+        read_adapter(adapters[0], model, **options) if adapters else read_pipeline(model or DEFAULT_MODEL, **options)
+    )
+    others = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
+    tuned = [first, *others] if adapters else []
+    systems = [replace(first, adapter=each.adapter, lora=each.lora, transformer=each.transformer) for each in tuned]
+    if is_buildable(first.model, first.where, None):
+        for system in systems:
+            pipeline = load_without_weights(first.model, {"default": torch.float32}, encodes=False, **first.where)
+            if system.adapter is not None:
+                check_trained(pipeline, family_of(pipeline), system.adapter)
+    return [first.base, *systems]
 
 
-def _settings(args: PromptsArguments) -> dict[str, Any]:
+def _settings(args: PromptsArguments, base: Trained) -> dict[str, Any]:
     """Return what all images depend on: options, or else the settings of the first adapter's run, or else the defaults."""
     names = ("height", "width", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
     settings: dict[str, Any] = {
         **{name: getattr(PaCoGRPOConfig, name) for name in names},
         "num_inference_steps": PaCoGRPOConfig.num_inference_steps_eval,
-        "bf16": True,
     }
-    if (card := load_run_card(args.adapter[0] if args.adapter else None)) is not None:
-        run = card.settings
+    if base.card is not None:
+        run = base.card.settings
         # A file of another version, or of a stranger, may lack any
         settings |= {name: run[name] for name in ("guidance_scale", "negative_prompt", *PANEL_OPTIONS) if name in run}
-        settings |= {name: card.call[name] for name in ("num_inference_steps",) if name in card.call}
-        settings["bf16"] = run.get("precision", "bfloat16") == "bfloat16"
+        settings |= {name: base.call[name] for name in ("num_inference_steps",) if name in base.call}
         settings["set_layout"] = None if args.edits else run.get("set_layout")
         if "inference_size" in run:
             settings |= dict(zip(("height", "width"), run["inference_size"], strict=True))
     settings |= {name: value for name in settings if (value := getattr(args, name)) is not None}
-    return settings | {"model": args.model_name_or_path, "num_generations": args.num_generations, "seed": args.seed}
+    settings |= {"bf16": base.dtype != torch.float32, **base.settings}
+    del settings["dtype"]
+    return settings | {"model": base.model, "num_generations": args.num_generations, "seed": args.seed}
 
 
-def _generate(
-    model: str, adapter: str | None, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator
-) -> None:
+def _generate(trained: Trained, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
     """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
-    pipeline = load_pipeline(model, dtype)
-    family = family_of(pipeline)
+    pipeline = trained.load("cpu")
+    family, model = family_of(pipeline), pipeline.transformer
     rows.measure(pipeline, family)
-    pipeline_policy, _ = make_policy(pipeline, family, adapter, dtype, is_deepspeed=False, reference=None)
-    pipeline_policy.model.eval()
+    keep_dtype_of_norms(model)
+    # What is not trained leaves the device to the text encoders
+    pipeline_policy = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
     policy = Policy(pipeline_policy, accelerator, scale, offload_embeddings=True)
     key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
     round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
@@ -198,7 +208,7 @@ def _generate(
 
     sizes_of_calls = [(*sizes[row], rows.lengths[row]) for row, _ in files]
     with policy.on_device():
-        generate_missing(pipeline, calls, generate, f"images of {public_name(adapter or model)}", sizes_of_calls)
+        generate_missing(pipeline, calls, generate, f"images of {public_name(trained.name)}", sizes_of_calls)
     accelerator.wait_for_everyone()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..checkpointing.checkpoints import checkpoints_of
+from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
 from ..checkpointing.weights import save_transformer
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
@@ -26,7 +26,6 @@ from ..utils.names import check_adapter_base
 from ..utils.text import read_json
 from .main import say
 from .model_arguments import MergeArguments
-from .push import find_saved_model
 
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"

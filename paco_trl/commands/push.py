@@ -6,36 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..checkpointing.checkpoints import RUN_FILE, checkpoints_of, incomplete_files
+from ..checkpointing.checkpoints import find_saved_model
 from ..hub.account import prepare_repository
 from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
 from .model_arguments import PushArguments
-
-
-def find_saved_model(folder: Path) -> Path:
-    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that was saved later."""
-    if not folder.is_dir():
-        raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
-    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
-    models = [*[folder] * _is_complete(folder), *models]
-    if not models:
-        raise ValueError(
-            f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
-        )
-    return max(models, key=_saved_at)  # the directory itself if it was saved at the same step
-
-
-def _is_complete(folder: Path) -> bool:
-    return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
-
-
-def _saved_at(folder: Path) -> tuple[str, int]:
-    # As it was recorded: the dates of files are those of a copy
-    card = load_settings(folder)
-    return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))
 
 
 def push(args: PushArguments) -> str:

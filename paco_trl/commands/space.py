@@ -11,16 +11,17 @@ from typing import Any
 
 import jinja2
 
+from ..checkpointing.checkpoints import find_saved_model
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
+from ..hub.files import SETTINGS
 from ..hub.licenses import License
-from ..hub.settings import ImageModelCard, JudgeCard, load_settings
+from ..hub.settings import ImageModelCard, JudgeCard, load_settings, settings_text
 from ..utils.files import find_model_file, new_folder, write_atomically
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say
 from .model_arguments import SpaceArguments
-from .push import find_saved_model
 
 
 NUM_PROMPTS = 6
@@ -65,6 +66,7 @@ def write_space(args: SpaceArguments) -> Path:
             config["base_model_name_or_path"] = settings["model"]
             write_atomically(staged / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
             shutil.copy(weights, staged / "adapter" / _WEIGHTS)
+            write_atomically(staged / "adapter" / SETTINGS, settings_text(card))
         models = [settings[name] for name in ("model", "adapter", "judge")]
         shown = {
             "settings": settings,
@@ -97,6 +99,7 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
         "guidance_scale": trained.get("guidance_scale"),
         "negative_prompt": trained.get("negative_prompt"),
         "dtype": trained.get("precision"),
+        "quantization": card.loading.get("quantization"),
     }
     height, width = trained.get("inference_size") or (card.call.get("height"), card.call.get("width"))
     rows, cols = (1, 1) if card.trained_on == "single images" else card.layout

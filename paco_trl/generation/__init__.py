@@ -9,9 +9,9 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .edits import generate_edits
     from .grids import generate_grids
-    from .image_files import load_pipeline
+    from .inference import load_for_inference
 
-__all__ = ["generate_edits", "generate_grids", "load_pipeline"]
+__all__ = ["generate_edits", "generate_grids", "load_for_inference"]
 
 # Lazy, so that the metrics of benchmarks come without torch
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -91,7 +91,7 @@ def generate_edits(
         }
 
     calls = [{key: file} for key, file in zip(keys, files, strict=True)]
-    flat = generate_missing(pipeline, calls, generate, "edits")
+    flat = generate_missing(pipeline, calls, generate, "edits", prompts=[[row["prompt"]] for row in rows])
     columns = ("id", "language") if has_language else ("id",)
     values = [(*map(row.get, columns), seed, str(file)) for row, file in zip(rows, files, strict=True)]
     dataset = typed_dataset(values, **dict.fromkeys(columns, "string"), seed="int64", image="image")

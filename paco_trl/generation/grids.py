@@ -144,7 +144,8 @@ def generate_grids(
 
     calls = [{name: files[name] for name in of_call} for of_call in names]
     sizes_of_calls = [(batch.height, batch.width, batch.num_images) for batch in batches]
-    flat = generate_missing(pipeline, calls, generate, "grids", sizes_of_calls)
+    coming = [[*map(list, zip(*(texts[row] for row in batch.rows), strict=True))] for batch in batches]
+    flat = generate_missing(pipeline, calls, generate, "grids", sizes_of_calls, coming)
     rows = [
         (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
         for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a pipeline, and make image files with it: existing ones stay, the rest is divided among the processes."""
+"""Make image files with a pipeline: existing ones stay, the rest is divided among the processes."""
 
 import inspect
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,12 @@ from tqdm.auto import tqdm
 
 from ..data.grids import split_grid
 from ..utils.files import digest, to_png, write_atomically
-from ..utils.names import check_adapter_base
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import shorten, some_of
 
 
 if TYPE_CHECKING:
-    import torch
     from datasets import Dataset
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
@@ -27,51 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-def load_pipeline(
-    model: str, dtype: "torch.dtype", adapter: str | None = None, device: "torch.device | str | None" = None
-) -> "DiffusionPipeline":
-    """
-    Load a diffusers pipeline to generate images, with its progress bar disabled. Weights are read from safetensors, and
-    no code of the model is run.
-
-    Args:
-        model (`str`):
-            Hub id or directory of a diffusers pipeline.
-        dtype (`torch.dtype`):
-            Compute dtype.
-        adapter (`str`, *optional*):
-            Adapter of its transformer, as [`PaCoGRPOTrainer`] takes it.
-        device (`torch.device` or `str`, *optional*):
-            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
-
-    Returns:
-        [`~diffusers.DiffusionPipeline`].
-    """
-    from accelerate import PartialState
-    from diffusers import DiffusionPipeline
-
-    from ..rollout.loading import load_transformer_adapter, read_index
-
-    read_index(model, {})
-    # Not the loader of the trainer, which refuses what cannot be trained
-    pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.to(PartialState().device if device is None else device)
-    if adapter is not None:
-        adapter = str(adapter)
-        check_adapter(adapter, pipeline)
-        transformer = load_transformer_adapter(pipeline.transformer, adapter, pipeline)
-        pipeline.transformer = transformer.to(pipeline.transformer.device)  # in eval mode, as PEFT loads it
-    return pipeline
-
-
-def check_adapter(adapter: str, model: "str | DiffusionPipeline") -> None:
-    """Refuse an adapter of another model."""
-    from ..rollout.loading import read_peft_config
-
-    base = model if isinstance(model, str) else model.name_or_path
-    check_adapter_base(adapter, read_peft_config(adapter, model).base_model_name_or_path, base)
+# Prompts that are encoded in one turn of the text encoders
+_PROMPTS_AHEAD = 32
 
 
 def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[str]:
@@ -128,16 +84,65 @@ def negative_prompts_of(
     return [call_arguments.get("negative_prompt") if negative is None else negative for negative in own]
 
 
+@contextmanager
+def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]]) -> Iterator[None]:
+    """Where text encoders and transformer take turns, let the pipeline encode many prompts that are `coming` in a turn."""
+    from accelerate.utils import send_to_device
+
+    turns, encode = (getattr(pipeline, name, None) for name in ("turns", "encode_prompt"))
+    if turns is None or encode is None:
+        yield
+        return
+    ahead, others, start = dict[str, Any](), dict[str, Any](), 0
+
+    def encode_ahead(**given: Any) -> Any:
+        nonlocal start
+        if not all(map(_is_plain, given.values())):  # such as source images
+            return encode(**given)
+
+        def key(prompt: str | list[str]) -> str:
+            return repr(given | {"prompt": prompt})
+
+        prompt = given["prompt"]
+        if key(prompt) not in ahead | others:
+            found, new = ahead, [prompt]
+            if prompt in coming[start:]:
+                start = coming.index(prompt, start)
+                new = coming[start : start + _PROMPTS_AHEAD]
+            else:  # a negative one
+                found = others
+            if found is ahead or len(others) == _PROMPTS_AHEAD:
+                found.clear()
+            for each in new:
+                if key(each) not in found:
+                    found[key(each)] = send_to_device(encode(**given | {"prompt": each}), "cpu")
+        return send_to_device((ahead | others)[key(prompt)], turns.device)
+
+    pipeline.encode_prompt = encode_ahead
+    try:
+        yield
+    finally:
+        del pipeline.encode_prompt
+
+
+def _is_plain(value: Any) -> bool:
+    import torch
+
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(part is None or isinstance(part, str | int | float | torch.device) for part in parts)
+
+
 def generate_missing(
     pipeline: "DiffusionPipeline",
     calls: Sequence[Mapping[str, Path]],
     generate: Callable[[int], Mapping[str, "Image"]],
     what: str,
     sizes: Sequence[tuple[int, int, int]] | None = None,
+    prompts: Sequence[Sequence[str | list[str]]] = (),
 ) -> list[str]:
     """Make the calls whose images are not all on the disk; return the names of flat images, and warn of them."""
-    # A call has the files of its images, by name, and in `sizes`, if these are known, their height, width, and number of
-    # images that a file shows side by side
+    # A call has the files of its images, by name, in `sizes`, if these are known, their height, width, and number of
+    # images that a file shows side by side, and in `prompts` those of the pipeline, which may be encoded ahead
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
@@ -160,7 +165,9 @@ def generate_missing(
 
     own = list(names)[state.process_index :: state.num_processes]
     bar = tqdm(own, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
-    with truncations_counted(pipeline) as truncations:
+    pipeline.set_progress_bar_config(disable=True)
+    coming = [prompt for number in own for prompt in prompts[number]] if prompts else []
+    with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, coming):
         for number in bar:
             images = generate(number)
             for name in names[number]:

@@ -97,6 +97,8 @@ class ImageModelCard(_Card):
     pipeline_class: str = "DiffusionPipeline"
     transformer_class: str | None = None
     dtype: str = "bfloat16"
+    # How the pipeline was loaded, as `load_for_inference` does it again: `quantization`, `offload`, `vae_tiling`
+    loading: dict[str, Any] = field(default_factory=dict)
     device: str = "cuda"  # where the snippets run
     prompt: str | list[str] | None = None  # of the snippets, or those of a set's images; if `None`, a packaged one
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image

@@ -22,7 +22,7 @@ from ..data import (
     theme_question,
 )
 from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts, prompts_of_row
-from ..generation import load_pipeline
+from ..generation.inference import Turns, read_adapter
 from ..rollout.families import family_of
 from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
@@ -67,6 +67,9 @@ class Comparison:
         panel_generation: str = "independent",
     ):
         self.pipeline, self.judge, self.panel_size = pipeline, judge, panel_size
+        self.turns: Turns | None = getattr(pipeline, "turns", None)
+        self._judge_models = [] if judge is None or self.turns is None else [judge.model.to("cpu")]
+        pipeline.set_progress_bar_config(disable=True)
         self.family, self.guidance_scale = family_of(pipeline), guidance_scale
         if self.family.needs_images:
             name = type(pipeline).__name__
@@ -123,7 +126,7 @@ class Comparison:
             texts = prompts_of_row({"layout": SEPARATE, **parsed._asdict()}, self.panel_template)
         height, width, *layout = self._image(rows, cols)
         # Encoded as in training, and once for both
-        device = pipeline.transformer.device
+        device = pipeline.transformer.device if self.turns is None else self.turns.device
         encoded = [family.encode_prompt(pipeline, text, device) for text in texts]
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
@@ -150,6 +153,8 @@ class Comparison:
             return None
         pairs: list = [pair for panels in sets for pair in combinations(panels, 2)]
         theme = parsed.theme if (parsed := self.parse(prompt)) else prompt
+        if self.turns is not None:
+            self.turns.take(self._judge_models)
         scores = self.judge.score(pairs, self.judge.question or theme_question(theme))
         per_set = len(pairs) // len(sets)
         return [scores[start : start + per_set] for start in range(0, len(pairs), per_set)]
@@ -287,6 +292,8 @@ def serve_comparison(
     panel_template: str | None = None,
     panel_generation: str = "independent",
     dtype: str = "bfloat16",
+    quantization: str | None = "auto",
+    offload: bool | None = None,
     title: str | None = None,
     prevent_thread_lock: bool = False,
 ) -> "Blocks":
@@ -318,6 +325,8 @@ def serve_comparison(
             If `None`, a set is a grid.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Compute dtype of the pipeline and the judge.
+        quantization (`str`, *optional*, defaults to `"auto"`), offload (`bool`, *optional*):
+            As in [`load_for_inference`]; the judge takes turns too.
         title (`str`, *optional*):
             Title of the page. If `None`, the name of the adapter.
         prevent_thread_lock (`bool`, *optional*, defaults to `False`):
@@ -338,7 +347,8 @@ def serve_comparison(
     if not prompts:
         demo = arrange_sets(load_image_set_prompts(demo_prompts_path()), panel_template and SEPARATE)
         prompts = prompt_texts(demo.select(range(NUM_EXAMPLES)))
-    pipeline = load_pipeline(model, getattr(torch, dtype), adapter)
+    options: dict[str, Any] = {"quantization": quantization, "offload": offload}
+    pipeline = read_adapter(adapter, model, dtype=dtype, **options).load()
     scorer = None if judge is None else PaCoReward.from_pretrained(judge, dtype=dtype)
     how = (guidance_scale, negative_prompt, panel_template, panel_generation)
     comparison = Comparison(pipeline, scorer, panel_size, *how)

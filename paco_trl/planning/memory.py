@@ -113,7 +113,7 @@ def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization
 
 
 def quantized_layers(module: nn.Module, quantization: str) -> Iterator[nn.Linear]:
-    # A head of words is not quantized; neither is what `_store_as_fp8` keeps, such as modulation layers, named "norm"
+    # A head of words is not quantized; neither is what `store_as_fp8` keeps, such as modulation layers, named "norm"
     kept = ("lm_head$", *((*DEFAULT_SKIP_MODULES_PATTERN, r"\.wo$") if quantization == "fp8_storage" else ()))
     for name, layer in module.named_modules():
         is_kept = any(re.search(pattern, name.removeprefix("base_model.model.")) for pattern in kept)

@@ -311,7 +311,7 @@ def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> lis
     """Move models to the CPU, except from devices other than `device`: `model` of a sync reward or its `judge`."""
     owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_callable(reward)]
     loaded = [model for owner in owners if isinstance(model := getattr(owner, "model", None), nn.Module)]
-    movable = {torch.device("cpu"), device}
+    movable = {torch.device("cpu"), torch.empty(0, device=device).device}  # `cuda` is one of several
     models = [model for model in loaded if {weight.device for weight in model.parameters()} <= movable]
     return [model.to("cpu") for model in dict.fromkeys(models)]  # rewards may share a judge
 

@@ -40,7 +40,7 @@ from trl import ModelConfig
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import find_adapter_file, hub_arguments, peft_folder, reading
 from ..utils.names import check_adapter_base, check_model_name
-from ..utils.quantization import describe_quantization, quantization_config
+from ..utils.quantization import describe_quantization, pipeline_quantization_config
 from . import (
     FAMILIES,
     Family,
@@ -109,11 +109,8 @@ def load_pipeline(
         )
     if isinstance(model, str):
         components = check_config(model, model_init_kwargs, family)
-        if quantization not in (None, "fp8_storage"):
-            encoders = [name for name in components if name.startswith("text_encoder")]
-            libraries = {"transformer": "diffusers", **dict.fromkeys(encoders, "transformers")}
-            configs = {name: quantization_config(quantization, dtype, libraries[name]) for name in libraries}
-            model_init_kwargs["quantization_config"] = PipelineQuantizationConfig(quant_mapping=configs)
+        if (config := pipeline_quantization_config(quantization, dtype, components)) is not None:
+            model_init_kwargs["quantization_config"] = config
         dtypes = {"transformer": transformer_dtype, "default": dtype}
         options = {"dtype": dtype if transformer_dtype in (None, dtype) else dtypes, "use_safetensors": True}
         # An active ZeRO-3 config would partition the text encoders too, which no engine gathers
@@ -186,7 +183,7 @@ def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ())
                         )
 
 
-def _store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
+def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
     """Store the frozen weights of transformer and text encoders as float8, cast to `dtype` in each forward."""
     # With the adapter in place, which is left out: PEFT would round the first weights of a later one to float8
     transformer.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
@@ -506,6 +503,27 @@ def prepare_transformer(
     return model
 
 
+def wrap_pipeline(
+    pipeline: DiffusionPipeline, family: Family, model: nn.Module, dtype: torch.dtype, is_deepspeed: bool = False
+) -> PipelinePolicy:
+    """Make a policy of a pipeline and its transformer, with an adapter or without."""
+    # DDP would broadcast frozen weights, which every process reads from the same files
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    transformer = model.get_base_model() if isinstance(model, PeftModel) else model
+    policy = PipelinePolicy(pipeline, family, model, inspect.signature(transformer.forward))
+    if dtype != torch.float32:
+        # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for
+        # the VAE.
+        if is_deepspeed:
+            cast_floating_inputs(model, dtype)
+        for name in ("post_quant_conv", "decoder"):
+            module = getattr(pipeline.vae, name, None)
+            if module is not None:
+                cast_floating_inputs(module, dtype)
+    return policy
+
+
 def make_policy(
     pipeline: DiffusionPipeline,
     family: Family,
@@ -526,24 +544,11 @@ def make_policy(
     transformer = pipeline.transformer
     for network in filter(None, (transformer, ref_model)):
         set_kernels(network, attention_backend, compile_blocks)
-    signature = inspect.signature(transformer.forward)
     # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
     model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
     if quantization == "fp8_storage":
-        _store_as_fp8(pipeline, family, transformer, dtype)
-    # DDP would broadcast frozen weights, which every process reads from the same files
-    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
-    policy = PipelinePolicy(pipeline, family, model, signature)
-    if dtype != torch.float32:
-        # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for
-        # the VAE.
-        if is_deepspeed:
-            cast_floating_inputs(model, dtype)
-        for name in ("post_quant_conv", "decoder"):
-            module = getattr(pipeline.vae, name, None)
-            if module is not None:
-                cast_floating_inputs(module, dtype)
+        store_as_fp8(pipeline, family, transformer, dtype)
+    policy = wrap_pipeline(pipeline, family, model, dtype, is_deepspeed)
     if ref_model is not None and is_deepspeed:
         cast_floating_inputs(ref_model, dtype)
     return policy, ref_model

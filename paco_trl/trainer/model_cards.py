@@ -89,6 +89,12 @@ def image_settings(
     return {name: value for name, value in settings.items() if value is not None}
 
 
+def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
+    """Return how a pipeline was loaded, besides its dtype: `offload` says that text encoders and transformer take turns."""
+    offload = is_adapter and args.deepspeed_plugin is None
+    return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}
+
+
 def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> dict[str, Any]:
     """Return the arguments with which a pipeline generates the first prompt as in an evaluation."""
     height, width = rows.inference_sizes[0]

@@ -108,7 +108,7 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
     if not os.path.exists(adapter) and (is_local(adapter) or "/" not in adapter):
         raise FileNotFoundError(f"There is no adapter '{adapter}': no file or directory, and no Hub id, `user/name`.")
-    folder, file = _split_adapter(adapter)
+    folder, file = split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
     paths = list(filter(None, (find_model_file(folder, name, **hub_arguments) for name in read)))[:1]
@@ -129,7 +129,7 @@ def peft_folder(adapter: str) -> str | None:
     """Return the directory or Hub id of an adapter in PEFT's format, also for the file in it; `None` for a LoRA file."""
     if os.path.basename(find_adapter_file(adapter)) != _PEFT_WEIGHTS:
         return None
-    folder, file = _split_adapter(adapter)
+    folder, file = split_adapter(adapter)
     if subfolder := os.path.dirname(file or ""):  # of a repository
         from huggingface_hub import snapshot_download  # takes half a second to import
 
@@ -138,7 +138,7 @@ def peft_folder(adapter: str) -> str | None:
     return folder
 
 
-def _split_adapter(adapter: str) -> tuple[str, str | None]:
+def split_adapter(adapter: str) -> tuple[str, str | None]:
     """Return the directory or Hub id of an adapter, and the file in it that is named."""
     if os.path.isfile(adapter):
         return os.path.split(os.path.abspath(adapter))

@@ -2,6 +2,7 @@
 """Quantization of frozen weights: by name, and how those of a loaded model are."""
 
 import importlib
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,10 +24,34 @@ def quantization_config(name: str, dtype: torch.dtype, library: str = "transform
         raise ImportError(f'`quantization` {name!r} requires `{package}`: pip install "paco_trl[quantization]".')
     configs = importlib.import_module(library)
     if name == "nf4":
-        return configs.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        config = configs.BitsAndBytesConfig(**options)
+    else:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-    return configs.TorchAoConfig(Int8WeightOnlyConfig() if name == "int8" else Float8WeightOnlyConfig())
+        config = configs.TorchAoConfig(Int8WeightOnlyConfig() if name == "int8" else Float8WeightOnlyConfig())
+    if library == "diffusers":
+        from diffusers.quantizers import DiffusersAutoQuantizer
+
+        try:
+            DiffusersAutoQuantizer.from_config(config).validate_environment()
+        except (RuntimeError, ImportError) as error:
+            problem = f"`quantization` is {name!r}, which diffusers refuses here: {error}"
+            raise ValueError(f"{problem} Set 'int8', or None.") from error
+    return config
+
+
+def pipeline_quantization_config(name: str | None, dtype: torch.dtype, components: Iterable[str]) -> Any:
+    """Build the config that quantizes transformer and text encoders of a pipeline while they load, if there is one."""
+    if name in (None, "fp8_storage"):
+        return None
+    from diffusers import PipelineQuantizationConfig
+
+    libraries = {"transformer": "diffusers"} | {
+        part: "transformers" for part in components if part.startswith("text_encoder")
+    }
+    mapping = {part: quantization_config(name, dtype, library) for part, library in libraries.items()}
+    return PipelineQuantizationConfig(quant_mapping=mapping)
 
 
 def describe_quantization(module: nn.Module) -> str | None:

@@ -481,7 +481,7 @@ HUB = [
         ("        check_output_dir(args.output_dir, self.published_files)\n", ""),
     ),
     *_mutants(
-        "commands/push.py",
+        "checkpointing/checkpoints.py",
         "test_push_command.py::TestWhichModel",
         ('(card.saved_at or "", card.settings', '("", card.settings'),
         ("[*[folder] * _is_complete(folder), *models]", "[*models, *[folder] * _is_complete(folder)]"),

@@ -15,9 +15,8 @@ from miniature.generator_step import train_generator
 from miniature.models import toy_flux_path
 from miniature.run import Miniature
 from miniature.truth import read_panels
-from paco_trl import PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, load_for_inference
 from paco_trl.data import split_grid
-from paco_trl.generation import load_pipeline
 
 from .common import USUAL, before_and_after, prepared, read_truth, readings
 from .speed import options_of, step_times
@@ -100,7 +99,7 @@ def most_common_accessory(images: Path, miniature: Miniature) -> float:
 def velocity_norm(adapter: Path, miniature: Miniature) -> float:
     """The norm of the trained velocity over that of the base model, mean over test prompts and steps."""
     settings = miniature.settings
-    pipeline = load_pipeline(str(toy_flux_path()), torch.float32, str(adapter), "cpu")
+    pipeline, _ = load_for_inference(adapter, str(toy_flux_path()), dtype=torch.float32, device="cpu")
     transformer, ratios, is_own_call = pipeline.transformer, [], [False]
 
     def compare(module, args, kwargs, output):

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load what was trained as it was trained: precision, quantization and the settings of the pipeline's call."""
+
+import logging
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import send_to_device
+from diffusers import AutoModel, DiffusionPipeline
+from huggingface_hub import metadata_load, snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
+from ..hub.settings import ImageModelCard, load_settings
+from ..rollout import FAMILIES, family_of
+from ..rollout.encoder import placed_on
+from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
+from ..utils.files import find_adapter_file, find_model_file, peft_folder, read_record, split_adapter
+from ..utils.fingerprint import file_digest, model_files
+from ..utils.names import check_adapter_base, is_local, is_same_model
+from ..utils.quantization import QUANTIZATIONS, pipeline_quantization_config
+
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "black-forest-labs/FLUX.1-dev"
+_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What [`load_for_inference`] loads, and how: read from small files, before any weights are."""
+
+    model: str  # the base: Hub id or directory
+    revision: str | None = None  # of the base
+    adapter: str | None = None  # Hub id, directory or file, of the transformer alone
+    lora: str | None = None  # any other LoRA, such as one of text encoders too
+    transformer: str | None = None  # Hub id or directory with a whole transformer in place of the base's
+    dtype: torch.dtype = torch.bfloat16
+    quantization: str | None = None
+    vae_tiling: bool = False
+    offload: bool = True
+    card: ImageModelCard | None = None
+
+    @property
+    def name(self) -> str:
+        """What was trained, or the base."""
+        return self.adapter or self.lora or self.transformer or self.model
+
+    @property
+    def base(self) -> "Trained":
+        """The base model, loaded in the same way."""
+        return replace(self, adapter=None, lora=None, transformer=None)
+
+    @property
+    def where(self) -> dict[str, str]:
+        """Arguments of `from_pretrained` that say where the base is."""
+        return {} if self.revision is None else {"revision": self.revision}
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Arguments of the pipeline's call besides the prompt, as evaluations of the training run have them."""
+        return {} if self.card is None else dict(self.card.call)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the weights are loaded, for records and reports."""
+        settings = {"dtype": str(self.dtype).removeprefix("torch."), "quantization": self.quantization, **self.where}
+        settings["vae_tiling"] = self.vae_tiling or None
+        return {name: value for name, value in settings.items() if value is not None}
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """What is loaded besides the base, with a digest of its weights, for records."""
+        if (adapter := self.adapter or self.lora) is not None:
+            return {"adapter": adapter, "adapter_weights": file_digest(find_adapter_file(adapter))}
+        files = None if self.transformer is None else model_files(os.path.join(self.transformer, "transformer"))
+        return {} if self.transformer is None else {"adapter": self.transformer, "adapter_weights": files or ""}
+
+    def load_pipeline(self) -> DiffusionPipeline:
+        """Load the pipeline, on the CPU unless its quantization is computed on a device, without the `adapter`."""
+        index = read_index(self.model, self.where)
+        options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True}
+        config = pipeline_quantization_config(self.quantization, self.dtype, index)
+        of_pipeline = {**options, **self.where} | ({} if config is None else {"quantization_config": config})
+        if self.transformer is not None:
+            own = {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
+            of_pipeline["transformer"] = AutoModel.from_pretrained(
+                self.transformer, subfolder="transformer", trust_remote_code=False, **options, **own
+            )
+        # Not the loader of the trainer, which refuses what cannot be trained
+        pipeline = DiffusionPipeline.from_pretrained(self.model, **of_pipeline)
+        if self.lora is not None:
+            pipeline.load_lora_weights(file := find_adapter_file(self.lora))
+            if not pipeline.get_list_adapters():  # some pipelines then only log it
+                raise ValueError(f"'{file}' is no LoRA that diffusers reads for {type(pipeline).__name__}.")
+        if self.vae_tiling:
+            pipeline.vae.enable_tiling()
+        return pipeline
+
+    def load(self, device: torch.device | str | None = None) -> DiffusionPipeline:
+        """Load the pipeline with its adapter, for a device."""
+        device, pipeline = torch.device(PartialState().device if device is None else device), self.load_pipeline()
+        transformer = getattr(pipeline, "transformer", None)
+        if self.adapter is not None:
+            # In the compute dtype where diffusers would have it cast nothing for float8
+            options = {"autocast_adapter_dtype": self.quantization != "fp8_storage"}
+            pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
+        if self.quantization == "fp8_storage":
+            store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
+        if self.offload and device.type != "cpu":
+            pipeline.turns = Turns(pipeline, device)
+        else:
+            pipeline.to(device)
+        return pipeline
+
+
+def load_for_inference(
+    adapter_or_model: str | Path,
+    model: str | None = None,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | str = "auto",
+    quantization: str | None = "auto",
+    offload: bool | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[DiffusionPipeline, dict[str, Any]]:
+    """
+    Load an adapter with its base model, a fully trained transformer, or a plain pipeline, ready to generate images.
+
+    What paco_trl has saved is loaded as it was trained: its `paco_trl.json` names the base model and its revision, precision
+    and quantization, and has size, guidance, steps and negative prompt of the run's evaluations. Any other LoRA that
+    diffusers reads is loaded too, onto the base model that its config or its card names.
+
+    On a GPU the text encoders and the transformer take turns, as in training: what was trained on a card is used on it.
+
+    Args:
+        adapter_or_model (`str` or `Path`):
+            Hub id or directory of an adapter, a LoRA file, the output directory of a run (its newest model), or a
+            pipeline. Weights are read from safetensors, and no code of a model is run.
+        model (`str`, *optional*):
+            Hub id or directory of the base model. If `None`, the one that the adapter names.
+        revision (`str`, *optional*):
+            Branch, tag or commit of `adapter_or_model` on the Hub.
+        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
+            Compute dtype. `"auto"` is that of training, or bfloat16.
+        quantization (`str`, *optional*, defaults to `"auto"`):
+            `"nf4"`, `"int8"`, `"fp8"` or `"fp8_storage"`: transformer and text encoders, as in training. `"auto"` is that
+            of training; `None` does not quantize.
+        offload (`bool`, *optional*):
+            Whether text encoders and transformer take turns on the device. `False` keeps all on it, which saves a moment
+            for each new prompt. If `None`, as in training, or `True`.
+        device (`torch.device` or `str`, *optional*):
+            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
+
+    Returns:
+        `tuple[DiffusionPipeline, dict[str, Any]]`: the pipeline, and arguments of its call besides the prompt, empty where
+        nothing is recorded.
+
+    Raises:
+        ValueError: no base model is named, the adapter is of another one, or it is a judge's.
+
+    Example:
+
+    ```python
+    from paco_trl import load_for_inference
+
+    pipe, call = load_for_inference("user/paco-flux")
+    image = pipe("A red fox in the snow.", **call).images[0]
+    ```
+    """
+    options = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}
+    trained = read_trained(adapter_or_model, model, **options)
+    return trained.load(device), trained.call
+
+
+def read_trained(
+    adapter_or_model: str | Path, model: str | None = None, revision: str | None = None, **options: Any
+) -> Trained:
+    """Read what [`load_for_inference`] loads; refuse what cannot be loaded before gigabytes are read."""
+    name = os.fspath(adapter_or_model)
+    if not _has(name, "model_index.json", revision):
+        return read_adapter(name, model, revision, **options)
+    if model is not None:
+        raise ValueError(f"'{name}' is a pipeline, which has no base model, but `model` is '{model}'. Leave one out.")
+    return read_pipeline(name, revision, **options)
+
+
+def read_pipeline(
+    model: str,
+    revision: str | None = None,
+    dtype: torch.dtype | str = "auto",
+    quantization: str | None = "auto",
+    offload: bool | None = None,
+    vae_tiling: bool | None = None,
+    card: ImageModelCard | None = None,
+) -> Trained:
+    """Return how a pipeline is loaded, with what was trained as its `card` says; nothing of it is read."""
+    loading = {} if card is None else card.loading
+    if dtype == "auto":
+        dtype = "bfloat16" if card is None else card.settings.get("precision", card.dtype)
+    if isinstance(dtype, str):
+        if dtype not in _DTYPES:
+            raise ValueError(f"`dtype` is {dtype!r}; it must be 'auto' or one of {', '.join(map(repr, _DTYPES))}.")
+        dtype = _DTYPES[dtype]
+    if quantization == "auto":
+        quantization = loading.get("quantization")
+        if quantization is None and card is not None and card.lora is not None and card.lora.quantization:
+            logger.warning(
+                f"The base model was quantized in training ({card.lora.quantization}), and is loaded unquantized: "
+                f"`quantization` takes {', '.join(QUANTIZATIONS)}."
+            )
+    if quantization not in (None, *QUANTIZATIONS):
+        known = ", ".join(map(repr, QUANTIZATIONS))
+        raise ValueError(f"`quantization` is {quantization!r}; it must be 'auto', None or one of {known}.")
+    pipeline_quantization_config(quantization, dtype, ())  # what the machine lacks
+    offload = loading.get("offload", True) if offload is None else offload
+    vae_tiling = loading.get("vae_tiling", False) if vae_tiling is None else vae_tiling
+    how: dict[str, Any] = {"offload": bool(offload), "vae_tiling": bool(vae_tiling), "card": card}
+    return Trained(model, revision, dtype=dtype, quantization=quantization, **how)
+
+
+def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> Trained:
+    """Read an adapter or a whole transformer, and what it is for; `options` are those of [`read_pipeline`]."""
+    if Path(name).is_dir() and checkpoints_of(Path(name)):
+        name = str(find_saved_model(Path(name)))
+    name = name if revision is None else _download(name, revision)
+    is_whole, peft, config = _has(name, "transformer/config.json", None), None, {}
+    folder: str | None = name
+    if _has(name, "model_index.json", None):
+        raise ValueError(f"'{name}' is a pipeline and no adapter: give it as `--model_name_or_path`.")
+    if not is_whole:
+        try:
+            peft = peft_folder(name)
+        except ValueError:  # it has no adapter
+            if not is_local(name):
+                try:
+                    read_index(name, {})
+                except (ConnectionError, PermissionError):  # or nothing of it can be read
+                    raise
+                except OSError:
+                    pass
+            raise
+        parent, file = split_adapter(name)
+        folder = peft or (parent if file in (None, "pytorch_lora_weights.safetensors") else None)
+        if peft is not None:
+            config = read_record(find_model_file(peft, "adapter_config.json") or "")
+    card = load_settings(folder) if folder else None
+    if card is not None and not isinstance(card, ImageModelCard):
+        raise ValueError(f"'{name}' is a judge, which generates no images. `PaCoReward.from_pretrained` loads it.")
+    named = [config.get("base_model_name_or_path"), None if card is None else card.base_model]
+    if folder and not any(named) and (readme := find_model_file(folder, "README.md")) is not None:
+        metadata = (metadata_load(readme) or {}).get("base_model")
+        named = metadata if isinstance(metadata, list) else [metadata]
+    known = [str(base) for base in named if base]
+    base = model or next((base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base), None)
+    if base is None:
+        problem = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
+        raise ValueError(f"'{name}' needs a base model, {problem}. Pass it as `model` (`--model_name_or_path`).")
+    of_base = None
+    if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
+        of_base = card.base_revision
+    found = read_pipeline(base, of_base, card=card, **options)
+    if is_whole:
+        check_adapter_base(name, None if card is None else card.base_model, base)
+        return replace(found, transformer=name)
+    if peft is None and not _is_of_transformer(name, read_index(base, found.where)):
+        return replace(found, lora=name)
+    check_adapter_base(name, read_peft_config(name, base, found.where).base_model_name_or_path, base)
+    return replace(found, adapter=name)
+
+
+def _is_of_transformer(lora: str, index: dict[str, Any]) -> bool:
+    keys = list[str]()
+    with suppress(SafetensorError), safe_open(find_adapter_file(lora), "pt") as file:  # which is said later
+        keys = list(file.keys())
+    return "transformer" in index and not any(key.startswith(("lora_te", "text_encoder")) for key in keys)
+
+
+def _has(name: str, file: str, revision: str | None) -> bool:
+    if is_local(name) or name.endswith(".safetensors"):
+        return os.path.isfile(os.path.join(name, file))
+    with suppress(OSError):  # the Hub cannot be reached, or has no such model: what is read next says so
+        return find_model_file(name, file, revision=revision) is not None
+    return False
+
+
+def _download(name: str, revision: str) -> str:
+    """Download a revision of an adapter or a transformer; return its directory or file."""
+    folder, file = split_adapter(name)
+    if is_local(folder):
+        raise ValueError(f"`revision` is {revision!r}, but '{name}' is on this machine. Leave it out.")
+    patterns = {"allow_patterns": ["*.json", "*.safetensors", "README.md"], "ignore_patterns": ["*checkpoint*/*"]}
+    return os.path.join(snapshot_download(folder, revision=revision, **patterns), file or "").rstrip(os.sep)
+
+
+class Turns:
+    """
+    Give a device to the text encoders of a pipeline or to its other components, whichever compute, and never to both.
+
+    Unlike `enable_model_cpu_offload` the transformer stays until a text is encoded, and what leaves is not copied back.
+    """
+
+    def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
+        self.device, self._placed, self._current = device, ExitStack(), list[nn.Module]()
+        parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+        family = FAMILIES.get(type(pipeline).__name__)
+        names = [name for name in parts if "encoder" in name] if family is None else family.text_encoders
+        encoders = [part for name, part in parts.items() if name in names]
+        others = [part for name, part in parts.items() if name not in names]
+        for group in (encoders, others):
+            for part in group:
+                part.to("cpu")  # bitsandbytes quantizes on the device
+                add_hook_to_module(part, TurnHook(self, group))
+
+    def take(self, modules: list[nn.Module]) -> None:
+        """Move modules to the device, in place of those that were there."""
+        if modules is not self._current:
+            self._current = []
+            self._placed.close()
+            self._placed.enter_context(placed_on(modules, self.device))
+            self._current = modules
+
+
+class TurnHook(ModelHook):
+    """Hook of a component: before it computes, its group takes the device."""
+
+    def __init__(self, turns: Turns, group: list[nn.Module]):
+        self.turns, self.group, self.execution_device = turns, group, turns.device  # read by diffusers
+
+    def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
+        self.turns.take(self.group)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
