@@ -209,6 +209,7 @@ def draw(pipeline, **options) -> np.ndarray:
     """An image of a FLUX pipeline, as numbers that can be subtracted."""
     pipeline.set_progress_bar_config(disable=True)
     options = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 32, **options}
+    options = {name: value for name, value in options.items() if value is not None}
     image = pipeline("a red fox", generator=torch.Generator().manual_seed(5), **options).images[0]
     return np.asarray(image, dtype=np.int16 if isinstance(image, PILImage.Image) else None)
 

@@ -112,7 +112,7 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
         None,
         "Adapters, or whole transformers of runs, to compare with the base model. If `None`, it is evaluated alone.",
     )
-    model_name_or_path: str | None = option(
+    model_name_or_path: str | None = option(  # type: ignore[assignment]  # of training it has a default
         None, "Hub id or directory of the pipeline. If `None`, the base of the first adapter, or FLUX.1-dev."
     )
     output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")

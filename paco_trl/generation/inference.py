@@ -72,7 +72,11 @@ class Trained:
     @property
     def settings(self) -> dict[str, Any]:
         """How the weights are loaded, for records and reports."""
-        settings = {"dtype": str(self.dtype).removeprefix("torch."), "quantization": self.quantization, **self.where}
+        settings: dict[str, Any] = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
+            **self.where,
+        }
         settings["vae_tiling"] = self.vae_tiling or None
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -107,18 +111,18 @@ class Trained:
 
     def load(self, device: torch.device | str | None = None) -> DiffusionPipeline:
         """Load the pipeline with its adapter, for a device."""
-        device, pipeline = torch.device(PartialState().device if device is None else device), self.load_pipeline()
+        on, pipeline = torch.device(PartialState().device if device is None else device), self.load_pipeline()
         transformer = getattr(pipeline, "transformer", None)
         if self.adapter is not None:
             # In the compute dtype where diffusers would have it cast nothing for float8
-            options = {"autocast_adapter_dtype": self.quantization != "fp8_storage"}
+            options: dict[str, Any] = {"autocast_adapter_dtype": self.quantization != "fp8_storage"}
             pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
-        if self.offload and device.type != "cpu":
-            pipeline.turns = Turns(pipeline, device)
+        if self.offload and on.type != "cpu":
+            pipeline.turns = Turns(pipeline, on)
         else:
-            pipeline.to(device)
+            pipeline.to(on)
         return pipeline
 
 
@@ -176,7 +180,7 @@ def load_for_inference(
     image = pipe("A red fox in the snow.", **call).images[0]
     ```
     """
-    options = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}
+    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}
     trained = read_trained(adapter_or_model, model, **options)
     return trained.load(device), trained.call
 
