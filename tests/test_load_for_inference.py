@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 
 from hub_server import HubServer
 from paco_trl import load_for_inference
-from paco_trl.commands import evaluate
+from paco_trl.commands import evaluate_arguments as evaluate
 from paco_trl.generation.inference import read_trained
 from paco_trl.hub.settings import LoRA, load_settings, save_settings
 from paco_trl.rollout.loading import pipeline_quantization

@@ -23,7 +23,9 @@ from transformers import CLIPTextModel, Qwen2_5_VLForConditionalGeneration, T5En
 
 from launching import ROOT, free_port
 from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, load_for_inference
-from paco_trl.commands import build, doctor, evaluate
+from paco_trl.commands import build_arguments as build
+from paco_trl.commands import doctor
+from paco_trl.commands import evaluate_arguments as evaluate
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from paco_trl.image_benchmarks.comparison_app import Comparison

@@ -398,7 +398,6 @@ def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
 def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") -> None:
     """Refuse a pipeline or a judge that is missing or gated, and a server that is down, before weights are loaded."""
     import torch
-    from diffusers.quantizers import DiffusersAutoQuantizer
 
     from ..rewards.paco_reward import read_judge_config
     from ..rollout.loading import check_config
