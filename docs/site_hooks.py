@@ -179,7 +179,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Render links for the site, those of the reference are already; rank pages in a search."""
-    boosts = {"faq.md": 3, "rewards.md": 2}
+    boosts = {"faq.md": 4, "my_card.md": 2, "rewards.md": 2}
     if page.file.src_uri in boosts:
         page.meta["search"] = {"boost": boosts[page.file.src_uri]}
     elif page.file.src_uri.startswith("cards/"):  # they would come first for "own reward", by their titles
