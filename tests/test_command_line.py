@@ -32,7 +32,7 @@ from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
-from paco_trl.utils.option_checks import problems_of
+from paco_trl.utils.option_checks import errors_of
 from paco_trl.utils.text import number_text
 
 
@@ -121,7 +121,7 @@ class TestFiles:
             if parsed.height is not None and parsed.height > parsed.max_steps + 2:
                 rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
                 yield f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}."
-            yield from problems_of(refuse_unused, parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
+            yield from errors_of(refuse_unused, parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
 
         (tmp_path / "a.yaml").write_text(text)
         words = ["--config", str(tmp_path / "a.yaml"), *words]

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from ..utils.option_checks import image_problems, judge_problems, problems_of, refuse
+from ..utils.option_checks import errors_of, image_errors, judge_errors, refuse
 from ..utils.text import read_json, shorten
 from .main import read_config, say
 
@@ -277,7 +277,7 @@ class CommandParser(argparse.ArgumentParser):
         defaults, given = presets | defaults, presets | given
 
         def find(options: dict[str, Any]) -> list[str]:
-            return [*problems_of(self._build, options, chosen)]
+            return [*errors_of(self._build, options, chosen)]
 
         try:
             parsed = self._build(defaults | typed, chosen)
@@ -359,7 +359,7 @@ class CommandParser(argparse.ArgumentParser):
                     yield f"`--{name}` is {value}, but must be at least {least}."
             if isinstance(args, SimpleNamespace):
                 defaults = {name: option.get("default") for name, option in known.items()}
-                check = judge_problems if "first_token_weight" in known else image_problems
+                check = judge_errors if "first_token_weight" in known else image_errors
                 yield from check(args, defaults, config_options()["unsupported"][kind])
         yield from self.check(*parsed)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.names import check_dataset_name
-from ..utils.option_checks import problems_of
+from ..utils.option_checks import errors_of
 from .parser import CommandParser, option, refuse_unused
 
 
@@ -89,14 +89,14 @@ def load_pairs(
 
 def check_options(script_args: ScriptArguments, *others: Any) -> Iterator[str]:
     """Find options for data of another kind."""
-    yield from problems_of(check_dataset_name, script_args.dataset_name)
+    yield from errors_of(check_dataset_name, script_args.dataset_name)
     if script_args.load_in_4bit and script_args.load_in_8bit:
         yield "`--load_in_4bit` and `--load_in_8bit` exclude each other."
     if script_args.eval_split is not None and script_args.dataset_split is None:
         yield "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    yield from problems_of(refuse_unused, script_args, unused, f"{where} the layout of PaCo-Dataset")
+    yield from errors_of(refuse_unused, script_args, unused, f"{where} the layout of PaCo-Dataset")
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..utils.names import check_dataset_name
-from ..utils.option_checks import check_quantization, check_required, check_reward_weights, problems_of
+from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 
 
@@ -145,24 +145,24 @@ def check_options(script_args: ScriptArguments, training_args: Any, *others: Any
     # A config that is not built yet has none
     is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
     how = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
-    yield from problems_of(check_quantization, *how)
-    yield from problems_of(judge_options, script_args, script_args.judge_url)
+    yield from errors_of(check_quantization, *how)
+    yield from errors_of(judge_options, script_args, script_args.judge_url)
     for name in (script_args.dataset_name, script_args.eval_dataset_name, script_args.exclude_dataset_name):
-        yield from problems_of(check_dataset_name, name)
-    yield from problems_of(check_data_options, script_args)
+        yield from errors_of(check_dataset_name, name)
+    yield from errors_of(check_data_options, script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield "The reward `edit` is for `--edits`: instructions with source images."
-    unknown = [*problems_of(check_reward_names, script_args)]
-    yield from unknown or problems_of(check_reward_options, script_args)
-    yield from problems_of(_check_weights, script_args, training_args)
+    unknown = [*errors_of(check_reward_names, script_args)]
+    yield from unknown or errors_of(check_reward_options, script_args)
+    yield from errors_of(_check_weights, script_args, training_args)
     for name in [] if unknown else [*script_args.rewards, *(script_args.eval_rewards or ())]:
-        yield from problems_of(_find_reward, name) if _is_own(name) else ()
+        yield from errors_of(_find_reward, name) if _is_own(name) else ()
     given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
     if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
         yield f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
     if not given:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
-        yield from problems_of(refuse_unused, script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+        yield from errors_of(refuse_unused, script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
     if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
         logger.warning(
             f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
@@ -172,8 +172,8 @@ def check_options(script_args: ScriptArguments, training_args: Any, *others: Any
 def check_stage(args: Any) -> Iterator[str]:
     """Find data that are not there and rewards that are none in the arguments of a stage."""
     for name in ("dataset_name", "train_dataset_name"):
-        yield from problems_of(check_dataset_name, getattr(args, name, None))
-    yield from problems_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
+        yield from errors_of(check_dataset_name, getattr(args, name, None))
+    yield from errors_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
 
 
 def check_data_options(args: PromptDataArguments) -> None:
