@@ -451,10 +451,10 @@ class TestResults:
             gedit_results(prompts, [unscored])
         server.models = ["writer", "other"]
         other = ChatEndpoint(server.url, "other", max_retries=0)
-        score_edits(other, prompts, unscored.found, tmp_path / "a")
+        score_edits(other, prompts, unscored.images, tmp_path / "a")
         with pytest.raises(ValueError, match="'GEdit-Bench default other' of the two systems differ"):
             gedit_results(prompts, [first, unscored])
-        score_edits(server.endpoint(), prompts, unscored.found, tmp_path / "a")
+        score_edits(server.endpoint(), prompts, unscored.images, tmp_path / "a")
         two_judges = gedit_results(prompts, [unscored])
         assert sorted(two_judges["scorers"]["consistency"]) == ["other", "writer"]
         assert len(two_judges["tables"]) == 8 and len({table["title"] for table in two_judges["tables"]}) == 8

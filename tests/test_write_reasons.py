@@ -46,8 +46,8 @@ LONG = (
         # Parts of words are no words: "co-lour-ful", "infor-m", "b-air"
         ("Yes. These two lightly informative scenes unreadably interline, and nobody unfaced would ever misshape or reformat "
          "them at all.", "Yes", module.NOTHING_VISIBLE),
-        (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN),
-        (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN),
+        (f"Yes. {LONG} This agrees with the label.", "Yes", module.GIVEN_LABEL),
+        (f"Yes. {LONG} I was told so.", "Yes", module.GIVEN_LABEL),
         (f"Yes. {LONG}<|im_end|>", "Yes", module.CONTROL_TOKEN),
     ],
 )  # fmt: skip

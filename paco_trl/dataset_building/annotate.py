@@ -109,9 +109,9 @@ class AnnotationWork:
             done = dict(self._done.get(annotator, {}))
             counts = Counter(
                 name
-                for other, rankings in self._done.items()
+                for other_annotator, rankings in self._done.items()
                 for name, ranks in rankings.items()
-                if other not in self._not_people and ranks is not None
+                if other_annotator not in self._not_people and ranks is not None
             )
         needed = self.annotations_per_instance
         if instance not in self._rows:
@@ -139,7 +139,7 @@ class AnnotationWork:
             "reference": f"/image/{self._sha_of[row['reference']]}",
             "images": [f"/image/{self._sha_of[row['candidates'][index]]}" for index in shown],
             # Places of the shown images, best first
-            "order": [] if ranks is None else sorted(range(len(shown)), key=lambda place: ranks[shown[place]]),
+            "order": [] if ranks is None else sorted(range(len(shown)), key=lambda position: ranks[shown[position]]),
             "was_skipped": instance in done and ranks is None,
         }
 
@@ -156,7 +156,7 @@ class AnnotationWork:
             if len(order) != count:
                 raise ValueError(f"Rank all candidates: {count - len(order)} of {count} are left.")
             ranks_of_ranking(order)  # checks it before its places are looked up
-            record["ranking"] = [shown_order(annotator, instance, count)[place] for place in order]
+            record["ranking"] = [shown_order(annotator, instance, count)[position] for position in order]
             ranks = ranks_of_ranking(record["ranking"])
         with self._lock:
             append_annotation(self.folder, record)

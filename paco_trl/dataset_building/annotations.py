@@ -85,7 +85,7 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
     counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
     digests = by_id(instances, "digest")
     for path in paths:
-        for number, record in read_lines(path):
+        for line_number, record in read_lines(path):
             try:
                 annotator, instance = check_annotator(record.get("annotator")), record.get("instance")
                 if instance not in counts:
@@ -94,7 +94,7 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
                     raise ValueError(f"the instance {instance!r} has other images than those ranked. Rank again.")
                 ranks = ranks_of_record(record, counts[instance])
             except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error} Correct or delete it.") from error
+                raise ValueError(f"{path}, line {line_number}: {error} Correct or delete it.") from error
             yield Annotation(annotator, instance, ranks), "scores" in record
 
 
@@ -109,7 +109,7 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
     Returns:
         `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
     """
-    last = {(found.annotator, found.instance): found for found, _ in checked_annotations(paths, instances)}
+    last = {(item.annotator, item.instance): item for item, _ in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
     return sorted(last.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 
@@ -171,9 +171,9 @@ def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
     return float(friedmanchisquare(*zip(*ranks, strict=True)).statistic / (len(ranks) * (len(ranks[0]) - 1)))
 
 
-def count_agreement(ranks: Sequence[int], *others: Sequence[int]) -> tuple[int, int]:
-    """Count the pairs of candidates in the same order as the majority of `others` has them, and those neither ties."""
-    relation = majority_vote(others).relation
+def count_agreement(ranks: Sequence[int], *other_ranks: Sequence[int]) -> tuple[int, int]:
+    """Count the pairs of candidates in the same order as the majority of `other_ranks` has them, and those neither ties."""
+    relation = majority_vote(other_ranks).relation
     signs = [relation[i][j] * (ranks[j] - ranks[i]) for i, j in itertools.combinations(range(len(ranks)), 2)]
     return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
 
@@ -217,8 +217,8 @@ def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
         ranked = {instance: ranks[name] for instance, ranks in by_instance.items() if name in ranks}
         with_others = []
         for instance, ranks in ranked.items():
-            others = [other for annotator, other in by_instance[instance].items() if annotator != name]
-            with_others += [count_agreement(ranks, *others)] if others else []
+            other_ranks = [theirs for annotator, theirs in by_instance[instance].items() if annotator != name]
+            with_others += [count_agreement(ranks, *other_ranks)] if other_ranks else []
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": sum(annotation.annotator == name for annotation in annotations) - len(ranked),

@@ -67,18 +67,18 @@ def ask_in_rounds(
             f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
-    found: dict[Any, list] = {name: [] for name in wanted}
+    texts: dict[Any, list] = {name: [] for name in wanted}
     used, rejected, dropped, seen = 0, Counter[str](), Counter[str](), set[str]()
     for attempt in range(max_attempts):
-        asked = {name: count - len(found[name]) for name, count in wanted.items() if count > len(found[name])}
+        asked = {name: count - len(texts[name]) for name, count in wanted.items() if count > len(texts[name])}
         unsent = [name for name in asked if len(replies[name]) <= attempt]
         if unsent:
             endpoint.check()
             progress = {"total": len(unsent), "desc": f"Writing {purpose} (attempt {attempt + 1} of {max_attempts})"}
             requests = (sampled(name, attempt, asked[name]) for name in unsent)
             with closing(endpoint.ask_all(requests)) as answers, tqdm(**progress) as bar:
-                for number, reply in answers:
-                    name = unsent[number]
+                for index, reply in answers:
+                    name = unsent[index]
                     journal.append({"name": name, "reply": list(reply)})
                     replies[name].append(reply)
                     bar.update()
@@ -93,7 +93,7 @@ def ask_in_rounds(
                 if (key := key_of(name, text)) in seen:
                     dropped[SAME_PROMPT] += 1
                 else:
-                    found[name].append(text)
+                    texts[name].append(text)
                     seen.add(key)
         used += len(asked)
         rejected += dropped
@@ -102,7 +102,7 @@ def ask_in_rounds(
     if dropped:
         logger.warning(f"Some {purpose} could not be written and are left out: {_listed(dropped)}.")
     counts = {"rejected": dict(rejected.most_common()), "left out": dict(dropped.most_common())}
-    return found, {"requests": used, **counts}
+    return texts, {"requests": used, **counts}
 
 
 def _listed(causes: Counter[str]) -> str:

@@ -138,5 +138,5 @@ def _named(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _facts(values: Mapping[str, Any], *shown: str) -> str:
     """List the values of a stage other than those that the card shows elsewhere."""
-    others = {name: value for name, value in values.items() if name not in shown}
-    return "".join(f"- {name}: {text}\n" for name, text in _named(others).items()) + "\n"
+    rest = {name: value for name, value in values.items() if name not in shown}
+    return "".join(f"- {name}: {text}\n" for name, text in _named(rest).items()) + "\n"

@@ -108,17 +108,18 @@ def make_instances(panels: Dataset) -> Dataset:
     rows = []
     for prompt_id, names in panel_ids.items():
         positions = range(max(position for _, position in names) + 1)
-        missing = [place for place in itertools.product(seeds, positions) if place not in names]
+        missing = [panel for panel in itertools.product(seeds, positions) if panel not in names]
         if missing or len(seeds) < 2 or len(positions) < 2:
             raise ValueError(
                 f"The prompt {prompt_id!r} lacks the panels {missing[:4]} (seed, position), or has fewer than two "
                 "seeds or panels a grid. Generate the same seeds for all, or leave it out."
             )
-        for seed, position, other in itertools.product(seeds, positions, positions):
-            if position != other:
-                reference, candidates = names[seed, position], [names[number, other] for number in seeds]
+        for seed, position, candidate_position in itertools.product(seeds, positions, positions):
+            if position != candidate_position:
+                reference = names[seed, position]
+                candidates = [names[candidate_seed, candidate_position] for candidate_seed in seeds]
                 images = [digests[panel] for panel in (reference, *candidates)]
-                name = f"{prompt_id}/{seed}/{position}/{other}"
+                name = f"{prompt_id}/{seed}/{position}/{candidate_position}"
                 rows.append((name, prompt_id, reference, candidates, digest(images)[:16]))
     kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
     return typed_dataset(rows, id="string", prompt_id="string", **kinds)

@@ -108,27 +108,27 @@ def write_prompts(
         raise ValueError(f"`layouts` is {layouts}, but each must have two panels or more, such as (2, 2).")
     batches = _plan(num_prompts, [known[name] for name in names], list(layouts))
 
-    def request(number: int, count: int) -> tuple[str, int]:
-        batch = batches[number]
+    def request(batch_number: int, count: int) -> tuple[str, int]:
+        batch = batches[batch_number]
         panels = batch.rows * batch.cols
         text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
             count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
         )
         return text, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME)
 
-    found, report = ask_in_rounds(
+    texts, report = ask_in_rounds(
         endpoint,
         folder.journal("prompts"),
         "image-set prompts",
         seed,
         max_attempts,
-        {number: len(batch.slots) for number, batch in enumerate(batches)},
+        {batch_number: len(batch.slots) for batch_number, batch in enumerate(batches)},
         request,
-        lambda number, reply, count: _read(reply, batches[number], count),
+        lambda batch_number, reply, count: _read(reply, batches[batch_number], count),
         lambda _, prompt: normalized(" ".join([prompt[0], *prompt[1]])),
     )
     rows: dict[int, dict[str, Any]] = {}  # by slot
-    for (category, layout_rows, layout_cols, slots), prompts in zip(batches, found.values(), strict=True):
+    for (category, layout_rows, layout_cols, slots), prompts in zip(batches, texts.values(), strict=True):
         for slot, (theme, panels) in zip(slots, prompts, strict=False):
             rows[slot] = {
                 "id": f"{category.name.lower().replace(' ', '-')}-{slot:05d}",
@@ -147,15 +147,15 @@ def write_prompts(
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:
-    """Assign a category and a layout to each place of the result, and group equal ones into requests."""
-    places: dict[tuple[int, int], list[int]] = {}
+    """Assign a category and a layout to each slot of the result, and group equal ones into requests."""
+    slots_of: dict[tuple[int, int], list[int]] = {}
     for slot in range(num_prompts):
         turn, category = divmod(slot, len(categories))
         # Shifted by the category, so that layouts are even too where a category has few prompts
-        places.setdefault((category, (turn + category) % len(layouts)), []).append(slot)
+        slots_of.setdefault((category, (turn + category) % len(layouts)), []).append(slot)
     return [
         _Batch(categories[category], *layouts[layout], slots[start : start + _PROMPTS_PER_REQUEST])
-        for (category, layout), slots in sorted(places.items())
+        for (category, layout), slots in sorted(slots_of.items())
         for start in range(0, len(slots), _PROMPTS_PER_REQUEST)
     ]
 

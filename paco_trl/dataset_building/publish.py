@@ -83,8 +83,10 @@ def publish_dataset(
     repo_id, earlier = find_repository(api, repo_id, private, "dataset")
     expected = {".gitattributes", "README.md", "assets", *configs}
     files = [] if earlier is None else [file.rfilename for file in earlier.siblings]
-    if others := sorted(name for name in files if name.split("/")[0] not in expected):
-        raise ValueError(f"{repo_id} has {len(others)} other files, such as {others[0]!r}. Choose another `repo_id`.")
+    if other_files := sorted(name for name in files if name.split("/")[0] not in expected):
+        raise ValueError(
+            f"{repo_id} has {len(other_files)} other files, such as {other_files[0]!r}. Choose another `repo_id`."
+        )
     if license is None and generator is None:
         raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Give one.")
     card = dataset_card(

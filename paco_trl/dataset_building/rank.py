@@ -86,9 +86,9 @@ def rank_with_judge(
     for record in (record for path in earlier for _, record in read_lines(path)):
         who = record.get("judge", "a person")
         if (who, record.get("scorer")) != (judge.name, scorer):
-            found = f"{who!r} {'with other weights or code' if who == judge.name else 'already'}"
+            earlier_judge = f"{who!r} {'with other weights or code' if who == judge.name else 'already'}"
             raise ValueError(
-                f"The annotator {annotator!r} is {found}. Rank under another name (`--annotator`), or delete {file}."
+                f"The annotator {annotator!r} is {earlier_judge}. Rank under another name (`--annotator`), or delete {file}."
             )
     done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
@@ -107,7 +107,7 @@ def rank_with_judge(
                     unanswered += 1
                     continue
                 # 1 for the highest score, equal ones tied
-                ranks = [1 + sum(other > score for other in yes) for score in yes]
+                ranks = [1 + sum(other_score > score for other_score in yes) for score in yes]
                 record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes}
                 append_annotation(folder, record | {"judge": judge.name, "scorer": scorer, "digest": row["digest"]})
             bar.update(len(same_prompt))

@@ -24,12 +24,12 @@ NO_LABEL = "does not begin with the label"
 TWO_LABELS = "says Yes or No twice"
 LENGTH = "another length"
 NOTHING_VISIBLE = "names nothing that one can see"
-GIVEN = "speaks of a given answer"
+GIVEN_LABEL = "speaks of a given answer"
 CONTROL_TOKEN = "a control token"
 
 _VISIBLE = re.compile(rf"\b(?:{'|'.join(' '.join(VISIBLE_ATTRIBUTES.values()).split())})\b", re.IGNORECASE)
 # A label may also be seen in an image, on a bottle: "the label on", "the label reads" are let through
-_GIVEN = re.compile("|".join(read_template("given_label.txt").splitlines()), re.IGNORECASE)
+_GIVEN_LABEL = re.compile("|".join(read_template("given_label.txt").splitlines()), re.IGNORECASE)
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
 # Pixels of a patch of Qwen2-VL and Qwen2.5-VL, for `load_image`: the model sees the pixels that training sees
@@ -120,10 +120,10 @@ def write_reasons(
         return ([], Counter([cause])) if cause else ([str(reply.text).strip()], Counter())
 
     journal, wanted = folder.journal("reasons"), dict.fromkeys(ids, 1)
-    found, report = ask_in_rounds(
+    texts_of_pairs, report = ask_in_rounds(
         endpoint, journal, "reasons", seed, max_attempts, wanted, request, read, lambda name, _: name
     )
-    texts = {name: text for name, of_pair in found.items() for text in of_pair}
+    texts = {name: text for name, of_pair in texts_of_pairs.items() for text in of_pair}
     completions = [[{"role": "assistant", "content": texts[name]}] for name in ids if name in texts]
     # Images are neither decoded nor, if given by path, read
     reasoned = pairs.with_format(None).select([row for row, name in enumerate(ids) if name in texts])
@@ -146,8 +146,8 @@ def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: in
         return CONTROL_TOKEN
     if not min_words <= len(reasons.split()) <= max_words:
         return LENGTH
-    if _GIVEN.search(reasons):
-        return GIVEN
+    if _GIVEN_LABEL.search(reasons):
+        return GIVEN_LABEL
     if not _VISIBLE.search(reasons):
         return NOTHING_VISIBLE
     return None

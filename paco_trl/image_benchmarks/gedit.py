@@ -162,8 +162,8 @@ def _query(
             numbers = [store.earlier.get(name, {"attempts": 0})["attempts"] + attempt for name in names]
             unreadable = []
             with closing(endpoint.ask_all(map(request, names, numbers))) as replies:
-                for place, reply in replies:
-                    name = names[place]
+                for index, reply in replies:
+                    name = names[index]
                     num_replies += 1
                     scores = None if reply.text is None else protocol.read(reply.text, attempt > 0)
                     is_readable = is_readable or scores is not None
@@ -177,7 +177,7 @@ def _query(
                         unreadable.append(name)
                         continue
                     record = {"key": name, "scores": scores and list(scores), "incomplete": scores is None}
-                    about = {"attempts": numbers[place] + 1, "answer": reply.text, "reason": reply.reason}
+                    about = {"attempts": numbers[index] + 1, "answer": reply.text, "reason": reply.reason}
                     store.append(record | about)
                     bar.update()
             names = unreadable
@@ -242,15 +242,15 @@ def gedit_results(
     """
     check_gedit_prompts(prompts)
     sources, prompts = SourceImages(prompts, "the prompts"), prompts.with_format(None)
-    found = [
-        read_scores(system.folder, _digests(prompts, sources, system.found), benchmark=BENCHMARK, protocol=protocol)
+    stored = [
+        read_scores(system.folder, _digests(prompts, sources, system.images), benchmark=BENCHMARK, protocol=protocol)
         for system in systems
     ]
-    check_systems(systems, found, missing, protocol)
-    if not found[0]:
+    check_systems(systems, stored, missing, protocol)
+    if not stored[0]:
         raise ValueError(f"No judge has scored the edits of {systems[0].name!r} under the protocol {protocol!r}.")
-    rubrics = {run.settings["scorer"]: run.settings["rubric"] for run in found[0]}
-    scores = [{run.settings["scorer"]: _edit_scores(run.records) for run in of_system} for of_system in found]
+    rubrics = {run.settings["scorer"]: run.settings["rubric"] for run in stored[0]}
+    scores = [{run.settings["scorer"]: _edit_scores(run.records) for run in of_system} for of_system in stored]
 
     columns = ("id", "prompt", "task_type", "language", "intersection")
     names = [name for name in columns if name in prompts.column_names]
@@ -292,7 +292,7 @@ def gedit_results(
                 "category": row["task_type"],
                 "subcategory": row.get("language"),
                 "source": _source_file(sources, number, source_folder),
-                "pictures": [[file and str(file) for file in system.found.sets[key].files] for system in systems],
+                "pictures": [[file and str(file) for file in system.images.sets[key].files] for system in systems],
                 "panels": [1, 1],
                 "scores": [
                     score._asdict() if (score := next(iter(of_system.values())).get(key)) else dict.fromkeys(METRICS)
@@ -309,8 +309,8 @@ def _values(
     system: System, scores: Mapping[str, EditScore | None], seed: int, protocol: str
 ) -> dict[str, dict[Unit, float]]:
     """Give each edit its scores by metric; a missing one counts 0, or is left out by the published protocol."""
-    zero = dict.fromkeys(system.found.missing if protocol == "default" else (), EditScore(0.0, 0.0, 0.0))
-    known = {key: score for key in system.found.sets if (score := zero.get(key, scores.get(key))) is not None}
+    zero = dict.fromkeys(system.images.missing if protocol == "default" else (), EditScore(0.0, 0.0, 0.0))
+    known = {key: score for key in system.images.sets if (score := zero.get(key, scores.get(key))) is not None}
     return {metric: {(key, seed): getattr(score, metric) for key, score in known.items()} for metric in METRICS}
 
 

@@ -156,9 +156,9 @@ def read_published_answer(text: str, again: bool) -> list[float] | None:
 
 def _bare_scores(text: str) -> list[float] | None:
     """Scores of an answer that is a number, or has a list of two."""
-    found = text[text.find("[") : text.rfind("]") + 1]
+    listed = text[text.find("[") : text.rfind("]") + 1]
     try:
-        return _valid_scores(json.loads(found) if re.fullmatch(r"\[\d+, ?\d+\]", found) else [int(text)])
+        return _valid_scores(json.loads(listed) if re.fullmatch(r"\[\d+, ?\d+\]", listed) else [int(text)])
     except ValueError:
         return None
 
@@ -173,8 +173,8 @@ def _score_of(text: str, **how: Any) -> Any:
 def _with_quotes(text: str) -> str:
     """Quote names and texts, and put single numbers into lists."""
 
-    def quoted(found: re.Match) -> str:
-        name, value, end = found[1], found[2].strip(), found[3]
+    def quoted(match: re.Match) -> str:
+        name, value, end = match[1], match[2].strip(), match[3]
         if re.fullmatch(r"-?\d+(\.\d+)?", value):
             value = f"[{value}]"
         elif value.lower() not in ("true", "false", "null"):

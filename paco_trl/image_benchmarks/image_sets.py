@@ -124,16 +124,16 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> FoundImages:
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
     matched = {column: _match(files, [row[column] for row in rows]) for column in columns}
     column = max(columns, key=lambda name: len(matched[name]))
-    found, counts = matched[column], {row[column]: row["rows"] * row["cols"] for row in rows}
-    if not found:
+    matches, counts = matched[column], {row[column]: row["rows"] * row["cols"] for row in rows}
+    if not matches:
         raise ValueError(
             f"None of the {len(files)} images directly in {folder} belongs to a prompt: `<id>.png` is a grid and "
             f"`<id>_<number>.png` a panel, with ids such as {rows[0][column]!r}."
         )
     images: dict[str, dict[int | None, Path]] = {}
-    for path, (name, number) in found.items():
-        if (other := images.setdefault(name, {}).setdefault(number, path)) != path:
-            raise ValueError(f"{other} and {path.name} are one image of {name!r} in two formats. Keep one.")
+    for path, (name, panel_number) in matches.items():
+        if (same_image := images.setdefault(name, {}).setdefault(panel_number, path)) != path:
+            raise ValueError(f"{same_image} and {path.name} are one image of {name!r} in two formats. Keep one.")
     numbered = [(name, number) for name, of_set in images.items() for number in of_set if number is not None]
     start = int(bool(numbered) and all(number > 0 for _, number in numbered))
     if start == 1 and not any(number == counts[name] for name, number in numbered):
@@ -145,7 +145,7 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> FoundImages:
         if beyond := [path for number, path in of_set.items() if number not in numbers]:
             raise ValueError(f"{beyond[0]}, but {row[column]!r} is one grid or has {count} panels, from {start} on.")
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], tuple(map(of_set.get, numbers)))
-    _warn_of_unknown([path.name for path in files if path not in found], Path(folder))
+    _warn_of_unknown([path.name for path in files if path not in matches], Path(folder))
     return _checked(sets, benchmark)
 
 
@@ -171,34 +171,34 @@ def find_edits(folder: str | Path, prompts: Dataset) -> FoundImages:
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
     rows = dict(zip(edit_keys(prompts), prompts.with_format(None).select_columns(names), strict=True))
     # A name that is the plain id of one prompt and the written id of another belongs to the latter
-    known = {(place, name): key for name_of in (str, file_name) for key, row in rows.items()
-             for place, name in ((place, name_of(row["id"])) for place in _places(folder, row))}  # fmt: skip
-    found: dict[str, Path] = {}
+    known = {(directory, name): key for name_of in (str, file_name) for key, row in rows.items()
+             for directory, name in ((directory, name_of(row["id"])) for directory in _directories(folder, row))}  # fmt: skip
+    edits: dict[str, Path] = {}
     unknown = []
-    for place in dict.fromkeys(place for place, _ in known):
-        for path in _image_files(place) if place.is_dir() else ():
-            key = known.get((place, path.stem))
+    for directory in dict.fromkeys(directory for directory, _ in known):
+        for path in _image_files(directory) if directory.is_dir() else ():
+            key = known.get((directory, path.stem))
             if key is None:
-                is_source = (place, path.stem.removesuffix(_SOURCE_COPY)) in known
+                is_source = (directory, path.stem.removesuffix(_SOURCE_COPY)) in known
                 unknown += [] if is_source else [str(path.relative_to(folder))]
                 continue
-            if found.setdefault(key, path) != path:
-                raise ValueError(f"{found[key]} and {path} are both named as the edit of {key!r}. Keep one of them.")
+            if edits.setdefault(key, path) != path:
+                raise ValueError(f"{edits[key]} and {path} are both named as the edit of {key!r}. Keep one of them.")
             image_file_size(path)  # finds unreadable files before a judge is queried about the others
-    if missing := [key for key in rows if key not in found]:
-        where, name = _places(folder, rows[missing[0]]), file_name(rows[missing[0]]["id"])
+    if missing := [key for key in rows if key not in edits]:
+        where, name = _directories(folder, rows[missing[0]]), file_name(rows[missing[0]]["id"])
         text = (
             f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was looked for as "
             f"{name}.png directly in {', '.join(map(str, where))}."
         )
-        if not found:
+        if not edits:
             raise ValueError(text)
         _warn(text)
     _warn_of_unknown(sorted(unknown), folder)
-    return FoundImages({key: ImageSet(key, row["id"], 0, 1, 1, (found.get(key),)) for key, row in rows.items()})
+    return FoundImages({key: ImageSet(key, row["id"], 0, 1, 1, (edits.get(key),)) for key, row in rows.items()})
 
 
-def _places(folder: Path, row: Mapping[str, Any]) -> list[Path]:
+def _directories(folder: Path, row: Mapping[str, Any]) -> list[Path]:
     bases = [folder, folder / "images"]
     bases += [folder / "fullset" / file_name(row["task_type"])] if row.get("task_type") else []
     return [base / file_name(row["language"]) if "language" in row else base for base in bases]
@@ -232,15 +232,15 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
     """Match files to prompts by name: file -> (name, number of the panel or `None` for a grid)."""
     # A name that is the plain id of one prompt and the written id of another belongs to the latter
     known = {name: name for name in names if name} | {file_name(name): name for name in names if name}
-    found: dict[Path, tuple[str, int | None]] = {}
+    matches: dict[Path, tuple[str, int | None]] = {}
     for path in files:
         head, _, tail = path.stem.rpartition("_")
         is_panel = head in known and re.fullmatch(r"[0-9]+", tail) is not None
         if is_panel and path.stem in known:
             raise ValueError(f"{path} can be the grid of one prompt or a panel of {known[head]!r}. Rename the files.")
         if is_panel or path.stem in known:
-            found[path] = (known[head], int(tail)) if is_panel else (known[path.stem], None)
-    return found
+            matches[path] = (known[head], int(tail)) if is_panel else (known[path.stem], None)
+    return matches
 
 
 def _checked(
@@ -284,23 +284,23 @@ def load_image_file(path: Path, convert: Callable[[Image], Image] | None = None)
         return to_rgb(image, str(path)) if convert is None else convert(image)
 
 
-def write_panel_files(found: FoundImages, benchmark: Dataset, folder: str | Path) -> list[Path]:
+def write_panel_files(images: FoundImages, benchmark: Dataset, folder: str | Path) -> list[Path]:
     """
     Write each panel under the name that the benchmark's own script expects: `<case id or id>_<number>.png`, or, of stories,
     `<id>/shots/shot_<number>.png` below what ViStoryBench asks for: method, mode, language and time.
     """
     rows = {row["id"]: row for row in _layouts(benchmark)}
-    names = {key: rows[set_.prompt_id].get("case_id") or set_.prompt_id for key, set_ in found.sets.items()}
+    names = {key: rows[set_.prompt_id].get("case_id") or set_.prompt_id for key, set_ in images.sets.items()}
     if twice := [name for name, count in Counter(names.values()).items() if count > 1]:
         raise ValueError(f"Several sets, as of 2 seeds, are {twice[0]!r}: panels would overwrite one another.")
     written = []
-    for key, set_ in found.sets.items():
-        for number, panel in enumerate(set_.panels()):
+    for key, set_ in images.sets.items():
+        for panel_number, panel in enumerate(set_.panels()):
             if panel is not None:
                 # What would leave the directory is written in another way, see `file_name`
                 name, shots = file_name(names[key]), rows[set_.prompt_id].get("shots")
                 # The time is that of no run: the same call writes the same files
-                story = f"{_STORY_RUN}/{name}/shots/shot_{shots[number]:02}.png" if shots is not None else None
-                written.append(Path(folder) / (story or f"{name}_{number:04}.png"))
+                story = f"{_STORY_RUN}/{name}/shots/shot_{shots[panel_number]:02}.png" if shots is not None else None
+                written.append(Path(folder) / (story or f"{name}_{panel_number:04}.png"))
                 write_atomically(written[-1], to_png(panel))
     return written

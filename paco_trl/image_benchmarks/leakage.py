@@ -63,6 +63,6 @@ def leakage_text(leakage: dict[str, Any] | None) -> str:
     if leakage is None:
         return "Leakage: not checked: the training prompts were not given."
     training = f"{leakage['num_training_prompts']} training prompts"
-    found = [f"{title}: {some_of([one['id'] for one in leakage[kind]])}."
+    groups = [f"{title}: {some_of([prompt['id'] for prompt in leakage[kind]])}."
              for kind, title in (("exact", "the same text"), ("near", "nearly the same")) if leakage[kind]]  # fmt: skip
-    return f"Leakage: prompts of the benchmark among the {training}, {' '.join(found) or 'none.'}"
+    return f"Leakage: prompts of the benchmark among the {training}, {' '.join(groups) or 'none.'}"

@@ -76,10 +76,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         "results.md": str(_parts(results)),
         "report.html": page,
     }
-    found = [name for name in texts if (folder / name).exists()]
-    if found and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
+    existing = [name for name in texts if (folder / name).exists()]
+    if existing and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
         raise ValueError(
-            f"'{folder}' has {', '.join(found)}, but no results.json of an evaluation. Move this away, or choose "
+            f"'{folder}' has {', '.join(existing)}, but no results.json of an evaluation. Move this away, or choose "
             "another directory."
         )
     for name, text in texts.items():
@@ -215,8 +215,8 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     """Choose the sets of each gallery: by gain (of one system: by score), without those in the middle; and copies."""
 
     def values(system: int, metric: str) -> dict[int, float]:
-        found = {number: shown["scores"][system].get(metric) for number, shown in enumerate(results["sets"])}
-        return {number: value for number, value in found.items() if value is not None}
+        values_of_sets = {number: shown["scores"][system].get(metric) for number, shown in enumerate(results["sets"])}
+        return {number: value for number, value in values_of_sets.items() if value is not None}
 
     scores = values(-1, results["headline"])
     if len(results["systems"]) > 1:
@@ -249,7 +249,7 @@ def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Calla
     rows, cols = shape if len(paths) > 1 else (1, 1)
     panels = [(None, None) if path is None else load(path, rows, cols, count) for path in paths]
     size = next((size for _, size in panels if size), (1, 1) if len(paths) > 1 else tuple(shape[::-1]))
-    shown = [{"uri": uri, "size": own or size} for uri, own in panels]
+    shown = [{"uri": uri, "size": panel_size or size} for uri, panel_size in panels]
     return {"cols": cols, "panels": shown, "aspect": size[0] * cols / (size[1] * rows)}
 
 
@@ -318,11 +318,11 @@ def check_card(card_path: str | Path) -> Path:
     return card_path
 
 
-def _eval_results(results: dict[str, Any], place: int, task_type: str) -> list[EvalResult]:
+def _eval_results(results: dict[str, Any], column: int, task_type: str) -> list[EvalResult]:
     dataset = public_name(results["dataset"] or results["benchmark"])
     entries: dict[tuple[str, str], EvalResult] = {}
     for row in (row for table in results["tables"] for row in table["rows"]):
-        mean = row["cells"][place]["mean"]
+        mean = row["cells"][column]["mean"]
         if row["kind"] not in ("dimension", *MEANS) or mean is None:
             continue
         scorer = row["scorer"] + ", published protocol" * (results["protocol"] == "published")

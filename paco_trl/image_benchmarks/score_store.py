@@ -39,15 +39,15 @@ class ScoreStore:
     def read(self) -> dict[str, dict[str, Any]]:
         """Read the record of each key, the complete one if there is one, and otherwise the one with most `attempts`."""
         name = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
-        found: dict[str, dict[str, Any]] = {}
+        best: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.glob("*.jsonl") if name.fullmatch(path.name)):
             lines = [line for _, line in read_lines(path)]
             if len(lines) > 1:  # nothing depends on a header alone, of a run that ended as it began
                 check_header(path, lines[0], self.settings)
             for record in lines[1:]:
                 if self.digests.get(record["key"]) == record["digest"]:
-                    found[record["key"]] = max(found.get(record["key"], record), record, key=_rank)
-        return {key: found[key] for key in self.digests if key in found}
+                    best[record["key"]] = max(best.get(record["key"], record), record, key=_rank)
+        return {key: best[key] for key in self.digests if key in best}
 
     def start(self) -> None:
         """Find what has no complete record: `pending` is this process's part of it."""
@@ -59,11 +59,11 @@ class ScoreStore:
         missing = [key for key in self.digests if self.earlier.get(key, {"incomplete": True})["incomplete"]]
         self.is_main_process, self.is_new = process.is_main_process, len(missing) == len(self.digests)
         self.pending = missing[process.process_index :: process.num_processes]
-        self._own = Journal(self.folder / f"{self.name}.{process.process_index}.jsonl", self.settings)
+        self._journal = Journal(self.folder / f"{self.name}.{process.process_index}.jsonl", self.settings)
 
     def append(self, *records: dict[str, Any]) -> None:
         """Add records in a single write."""
-        self._own.append(*(record | {"digest": self.digests[record["key"]]} for record in records))
+        self._journal.append(*(record | {"digest": self.digests[record["key"]]} for record in records))
 
     def finish(self) -> dict[str, dict[str, Any]]:
         """Wait for all processes, and give all records."""
@@ -96,7 +96,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
         settings: dict[str, Any] = next((line for _, line in read_lines(path)), {})
         if settings and expected.items() <= settings.items():
             settings_of[settings["scores"]] = settings
-    found = []
+    scores = []
     for name, settings in settings_of.items():
         store = ScoreStore(folder, name, settings, digests)
         records = store.read()
@@ -105,5 +105,5 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
                 f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}, or have changed "
                 f"since: {some_of(missing)}. Rerun the scoring."
             )
-        found.append(Scores(settings, records))
-    return found
+        scores.append(Scores(settings, records))
+    return scores

@@ -32,13 +32,13 @@ class System:
 
     role: str  # `"base"` or `"tuned"`; any word for a system alone
     name: str  # for reports
-    found: FoundImages  # its images
+    images: FoundImages
     folder: Path  # with its scores
     settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
 
     def describe(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         """Describe the system in results, with counts of its images and of the gaps that each scorer left."""
-        counts = {"sets": len(self.found.sets), "missing panels": sum(map(len, self.found.missing.values()))}
+        counts = {"sets": len(self.images.sets), "missing panels": sum(map(len, self.images.missing.values()))}
         counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
@@ -62,14 +62,14 @@ def cell(
     weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
     prompts = list(dict.fromkeys(unit[0] for values in parts for unit in values))
     labels = [""] if strata is None else list(dict.fromkeys(strata[unit] for values in parts for unit in values))
-    place_of = {prompt: place for place, prompt in enumerate(prompts)}
-    number_of = {label: number for number, label in enumerate(labels)}
+    index_of = {prompt: index for index, prompt in enumerate(prompts)}
+    stratum_of = {label: index for index, label in enumerate(labels)}
     shape = (len(parts), len(labels), len(prompts))
     sums, counts = np.zeros(shape), np.zeros(shape)
     for part, values in enumerate(parts):
         for unit, value in values.items():
             if not math.isnan(value):
-                where = part, 0 if strata is None else number_of[strata[unit]], place_of[unit[0]]
+                where = part, 0 if strata is None else stratum_of[strata[unit]], index_of[unit[0]]
                 sums[where] += value
                 counts[where] += 1
     count = int(counts[0].sum()) if parts else 0
@@ -145,18 +145,20 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
     """Refuse systems that lack images, unless missing ones count 0, and two that do not compare."""
     check_protocol(protocol)
     for system in systems if missing == "error" else ():
-        system.found.check_complete()
+        system.images.check_complete()
     if len(systems) == 1:
         return
     first, second = systems
     if Path(first.folder).resolve() == Path(second.folder).resolve():
         raise ValueError(f"Both systems are {first.folder}: a model is not compared with itself.")
-    if only := first.found.sets.keys() ^ second.found.sets.keys():
+    if only := first.images.sets.keys() ^ second.images.sets.keys():
         raise ValueError(f"The two systems have other prompts or seeds: only one has {some_of(sorted(only))}.")
-    before, after = ({run.settings["scores"]: run.settings for run in found} for found in scores)
+    before, after = ({run.settings["scores"]: run.settings for run in runs} for runs in scores)
     for name in sorted(before | after):
-        if other := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
-            raise ValueError(f"The scores {name!r} of the two systems differ: {'; '.join(other)}. Score both alike.")
+        if different := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
+            raise ValueError(
+                f"The scores {name!r} of the two systems differ: {'; '.join(different)}. Score both alike."
+            )
 
 
 def system_alerts(
@@ -169,11 +171,12 @@ def system_alerts(
         alerts.append(f"How {unknown} generated is not known: the difference may come from other settings.")
     elif len(systems) > 1:
         pairs = {name: tuple(system.settings.get(name) for system in systems) for name in CONDITIONS}
-        other = [f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after]
-        alerts += [f"The two systems generated under different conditions: {'; '.join(other)}."] if other else []
+        changed = [f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after]
+        if changed:
+            alerts.append(f"The two systems generated under different conditions: {'; '.join(changed)}.")
     is_published = protocol == "published"
     for system, of_system in zip(systems, gaps, strict=True):
-        if missing := system.found.missing:
+        if missing := system.images.missing:
             how = "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
             lacking = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
             alerts.append(f"{lacking} and {how}: {some_of(list(missing))}.")

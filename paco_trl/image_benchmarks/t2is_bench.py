@@ -105,8 +105,8 @@ def load_t2is_bench(
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the criteria of a prompt for pairs of panels, by dimension."""
     criteria = criteria_dict(row.get("criteria"))
-    found = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
-    return {name: texts for name, texts in found.items() if texts}
+    texts_of = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
+    return {name: texts for name, texts in texts_of.items() if texts}
 
 
 def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
@@ -167,7 +167,7 @@ def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
 
 
 def score_consistency(
-    judge: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    judge: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
@@ -212,11 +212,11 @@ def score_consistency(
         yield {"pairs": pairs, "scores": scores}
 
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
-    return _score("consistency", judge, settings, ask, judge.score, found, benchmark, folder, batch_size)
+    return _score("consistency", judge, settings, ask, judge.score, images, benchmark, folder, batch_size)
 
 
 def score_alignment(
-    judge: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    judge: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
@@ -256,11 +256,11 @@ def score_alignment(
         yield {"scores": scores}
 
     settings = {"question": shows_question("{text}")}
-    return _score("alignment", judge, settings, ask, judge.score_images, found, benchmark, folder, batch_size)
+    return _score("alignment", judge, settings, ask, judge.score_images, images, benchmark, folder, batch_size)
 
 
 def score_aesthetics(
-    scorer: Any, found: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    scorer: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
     Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
@@ -280,10 +280,10 @@ def score_aesthetics(
         answers = yield [(panel,) for panel in panels if panel is not None]
         yield {"scores": [None if panel is None else next(answers) for panel in panels]}
 
-    return _score("aesthetics", scorer, {}, ask, scorer.score_images, found, benchmark, folder, batch_size)
+    return _score("aesthetics", scorer, {}, ask, scorer.score_images, images, benchmark, folder, batch_size)
 
 
-def score_duplicates(found: FoundImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
+def score_duplicates(images: FoundImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
     """
     Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
 
@@ -305,7 +305,7 @@ def score_duplicates(found: FoundImages, benchmark: Dataset, folder: str | Path)
         return list(map(panel_similarity, firsts, seconds))
 
     scorer = SimpleNamespace(name="panel_similarity")
-    return _score("duplicates", scorer, {}, ask, query, found, benchmark, folder, 1)
+    return _score("duplicates", scorer, {}, ask, query, images, benchmark, folder, 1)
 
 
 def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
@@ -315,7 +315,7 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 def _score(
     kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], Asking],
-    query: Callable[..., list], found: FoundImages, benchmark: Dataset, folder: str | Path,
+    query: Callable[..., list], images: FoundImages, benchmark: Dataset, folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
     """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
@@ -327,10 +327,10 @@ def _score(
     settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind])
 
     def asking(key: str) -> tuple[str, list[tuple], Asking]:
-        of_set = ask(found.sets[key].panels(), benchmark[row_of[found.sets[key].prompt_id]])
+        of_set = ask(images.sets[key].panels(), benchmark[row_of[images.sets[key].prompt_id]])
         return key, next(of_set), of_set
 
-    with open_scores(folder, f"{kind}-{name}", settings, found.digests) as store:
+    with open_scores(folder, f"{kind}-{name}", settings, images.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
             for batch in batches(map(asking, store.pending), lambda asked: len(asked[1]), batch_size):

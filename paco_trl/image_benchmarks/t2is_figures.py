@@ -67,11 +67,11 @@ def t2is_results(
     of_sets: list[dict] = []
     for judge in names["consistency"]:
         used = [
-            [run for run in found if run.settings["scorer"] == judge or run.settings["kind"] != "consistency"]
-            for found in scores
+            [run for run in runs if run.settings["scorer"] == judge or run.settings["kind"] != "consistency"]
+            for runs in scores
         ]
         values = [
-            _values(found, system.found.sets, rows, protocol) for found, system in zip(used, systems, strict=True)
+            _values(runs, system.images.sets, rows, protocol) for runs, system in zip(used, systems, strict=True)
         ]
         lines = _lines(judge, names)
         tables.append(table(f"Judge: {judge}", lines, values))
@@ -82,11 +82,11 @@ def t2is_results(
                 parts |= {part["title"]: part for part in breakdowns(f"By {column}", chosen, values, group_of)}
         of_sets = of_sets or [_set_scores(*of_system, rows) for of_system in zip(systems, values, used, strict=True)]
 
-    gaps = [{run.settings["scores"]: run.gaps for run in found} for found in scores]
+    gaps = [{run.settings["scores"]: run.gaps for run in runs} for runs in scores]
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
     alerts = system_alerts(systems, gaps, protocol, "count by their other answers")
-    first = systems[0].found.sets
+    first = systems[0].images.sets
     return {
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
@@ -108,7 +108,7 @@ def t2is_results(
                 "category": rows[set_.prompt_id].get("category"),
                 "subcategory": rows[set_.prompt_id].get("subcategory"),
                 "source": None,
-                "pictures": [[file and str(file) for file in system.found.sets[key].files] for system in systems],
+                "pictures": [[file and str(file) for file in system.images.sets[key].files] for system in systems],
                 "panels": [set_.rows, set_.cols],
                 "scores": [of_system[key] for of_system in of_sets],
             }
@@ -119,7 +119,7 @@ def t2is_results(
 
 
 def _read(system: System, benchmark: Dataset) -> list[Scores]:
-    scores = read_scores(system.folder, system.found.digests)
+    scores = read_scores(system.folder, system.images.digests)
     kinds = [run.settings["kind"] for run in scores]
     for run in scores:
         kind, columns = run.settings["kind"], bench.COLUMNS[run.settings["kind"]]
@@ -145,22 +145,22 @@ def _values(
     values: _Metrics = {}
     for kind, key, record in ((run.settings["kind"], *item) for run in scores for item in run.records.items()):
         metrics = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
-        of_set, found = sets[key], record["scores"]
+        of_set, raw_scores = sets[key], record["scores"]
         unit, panels = (of_set.prompt_id, of_set.seed), of_set.rows * of_set.cols
         if kind == "consistency":
             for name, of_sets in metrics.items():
-                score = bench.dimension_score(found.get(name, []), panels * (panels - 1) // 2, protocol)
+                score = bench.dimension_score(raw_scores.get(name, []), panels * (panels - 1) // 2, protocol)
                 of_sets[unit] = math.nan if score is None else score
         elif kind == "duplicates":
-            for pair, similarity in zip(record["pairs"], found, strict=True):
+            for pair, similarity in zip(record["pairs"], raw_scores, strict=True):
                 metrics[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
         elif kind == "aesthetics":
-            for panel, score in enumerate(found):
+            for panel, score in enumerate(raw_scores):
                 value = of_missing if panel in of_set.missing else score
                 metrics[kind][*unit, panel] = math.nan if value is None else value
         else:
             texts = bench.alignment_texts(rows[of_set.prompt_id])
-            for panel, (expected, answers) in enumerate(zip(texts, found, strict=True)):
+            for panel, (expected, answers) in enumerate(zip(texts, raw_scores, strict=True)):
                 for name, of_panels in metrics.items():
                     said: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
                     of_panels[*unit, panel] = math.nan if None in said else fmean(said)
@@ -168,7 +168,7 @@ def _values(
 
 
 def _lines(judge: str, names: Mapping[str, Sequence[str]]) -> list[Line]:
-    scorers = {kind: f"scorer {found[0]}" for kind, found in names.items()} | {"consistency": f"judge {judge}"}
+    scorers = {kind: f"scorer {first}" for kind, (first, *_) in names.items()} | {"consistency": f"judge {judge}"}
     lines = [Line("aesthetics", "Aesthetics", "dimension", scorers.get("aesthetics", ""), ["aesthetics"])]
     for group, title, dimensions in (
         ("alignment", "Prompt alignment", bench.ALIGNMENT),
@@ -192,8 +192,8 @@ def _set_scores(
         for unit, value in of_units.items():
             of_metric = values.setdefault(unit[:2], {}).setdefault(name, [])
             of_metric += [] if math.isnan(value) else [value]
-    found, gaps = {}, {run.settings["kind"]: run.gaps for run in used}
-    for key, of_set in system.found.sets.items():
+    by_set, gaps = {}, {run.settings["kind"]: run.gaps for run in used}
+    for key, of_set in system.images.sets.items():
         by_name = values.get((of_set.prompt_id, of_set.seed), {})
         scores: dict[str, float | None] = {name: fmean(seen) if seen else None for name, seen in by_name.items()}
         if key in gaps.get("aesthetics", ()):
@@ -206,8 +206,8 @@ def _set_scores(
         scores["alignment"] = _mean_of([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
         scores["average"] = bench.weighted_average(cast(Any, scores)) if has_all else None
-        found[key] = scores
-    return found
+        by_set[key] = scores
+    return by_set
 
 
 def _mean_of(values: list) -> float | None:

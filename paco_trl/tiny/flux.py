@@ -117,8 +117,8 @@ def train_clip_tokenizer(sentences: Iterable[str], vocab_size: int, max_length: 
         merges.append(best)
         tokens["".join(best)] = None
         for parts in splits.values():
-            for place in range(len(parts) - 2, -1, -1):
-                if (*parts[place : place + 2],) == best:
-                    parts[place : place + 2] = ["".join(best)]
+            for index in range(len(parts) - 2, -1, -1):
+                if (*parts[index : index + 2],) == best:
+                    parts[index : index + 2] = ["".join(best)]
     vocab = {token: index for index, token in enumerate([*tokens, *special])}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)

@@ -23,7 +23,7 @@ MUTANTS = [
     (P + "dataset_building/pairs.py", "ranks[vote.best] == min(ranks) and ranks.count(min(ranks)) == 1 for", "ranks[vote.best] == min(ranks) for", "tests/test_build_pairs.py"),
     (P + "dataset_building/pairs.py", "ranks[index] == max(ranks) > min(ranks)", "ranks[index] == max(ranks)", "tests/test_build_pairs.py"),
     (P + "dataset_building/pairs.py", "hashes[pair.first] != hashes[pair.second]]", "pair.first != pair.second]", "tests/test_build_pairs.py"),
-    (P + "dataset_building/rank.py", "sum(other > score for other in yes)", "sum(other >= score for other in yes)", "tests/test_build_pairs.py tests/test_build_dataset.py"),
+    (P + "dataset_building/rank.py", "sum(other_score > score for other_score in yes)", "sum(other_score >= score for other_score in yes)", "tests/test_build_pairs.py tests/test_build_dataset.py"),
     (P + "dataset_building/rank.py", "if (who, record.get(\"scorer\")) != (judge.name, scorer):", "if False:", "tests/test_build_pairs.py tests/test_build_dataset.py"),
     (P + "dataset_building/diversify.py", "changed = nearest > before", "changed = nearest > before + 1", "tests/test_diversify.py"),
     (P + "rewards/image_rewards.py", "MAX_GAIN = 1.1", "MAX_GAIN = 3.0", "tests/test_pixel_rewards.py::TestDuplicateReward"),
