@@ -6,6 +6,8 @@ import json
 from dataclasses import is_dataclass
 from typing import Any
 
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.commands import parser
 from paco_trl.rollout.families import FAMILIES
@@ -25,6 +27,7 @@ def text() -> str:
         for kind in kinds:
             own = inspect.get_annotations(kind)
             options[kind.__name__] = {name: found for name, found in parser.describe(kind).items() if name in own}
+    options["TrainingArguments"]["report_to"]["choices"] = [*INTEGRATION_TO_CALLBACK, "all", "none"]
     lines = ["{", '"bases": {']
     lines += [
         ",\n".join(

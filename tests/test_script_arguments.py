@@ -109,7 +109,7 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     for name, error, message in (
         ("none.py", ValueError, "`none.py:my_reward`"),
         ("several.py", ValueError, "several.py:brightness`, `several.py:Sharpness`, `several.py:made"),
-        ("missing.py", ValueError, "no reward 'missing.py'"),
+        ("missing.py", ValueError, "no file 'missing.py'"),
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module
         ("several", ValueError, "`several.py`"),
     ):

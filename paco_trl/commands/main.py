@@ -8,6 +8,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,11 @@ def find_yaml(option: str, name: str, directory: str) -> str:
         return name
     packaged = {file.stem: str(file) for file in (Path(__file__).parents[1] / directory).glob("*.yaml")}
     if name not in packaged:
+        near = "".join(f" Did you mean `{known}`?" for known in get_close_matches(name, packaged, 1))
         names = ", ".join(sorted(packaged))
-        raise FileNotFoundError(f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.")
+        raise FileNotFoundError(
+            f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.{near}"
+        )
     return packaged[name]
 
 
@@ -188,7 +192,8 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         found = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
-        sys.stderr.write(f"{_usage()}\n\npaco-trl: {found}; it must be one of: {', '.join(COMMANDS)}.\n")
+        near = "".join(f" Did you mean `{known}`?" for known in get_close_matches("".join(arguments[:1]), COMMANDS, 1))
+        sys.stderr.write(f"{_usage()}\n\npaco-trl: {found}; it must be one of: {', '.join(COMMANDS)}.{near}\n")
         return 2
     command, *words = arguments
 

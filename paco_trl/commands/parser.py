@@ -183,7 +183,7 @@ class CommandParser(argparse.ArgumentParser):
             known_presets,
         )
         self.foreign, self.check, self.shows_all = foreign, check, False
-        self.problems: list[str] = []
+        self.errors: list[str] = []
         self.kinds: dict[type | str, dict[str, dict[str, Any]]] = {}
         libraries: set[str] = set()
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
@@ -247,14 +247,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""
-        refuse([*self.problems, message])
+        refuse([*self.errors, message])
         raise AssertionError(message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            self.problems.append(f"`--{action.dest}`: {error.message}.")
+            self.errors.append(f"`--{action.dest}`: {error.message}.")
             return _UNSET
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -305,6 +305,7 @@ class CommandParser(argparse.ArgumentParser):
         os.environ |= {name: str(value) for name, value in (config.pop("env", None) or {}).items()}
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
+        self.errors = []
         typed, given = self._parse(words), self._read(config, recipe)
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
         left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if given.get(name) != "steps"}
@@ -312,6 +313,9 @@ class CommandParser(argparse.ArgumentParser):
         left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
         defaults = {name: value for name, value in given.items() if name not in left_out}
         chosen = {*typed} if recipe else {*typed, *given}
+        if self.errors:  # a misspelled option may be the one that is missing
+            early = self._find_early(defaults | typed, chosen)
+            refuse([*self.errors, *(error for error in early if not error.endswith("is required."))])
         left_out |= (conflicts := self._settle(lambda options: self._find_early(options, chosen), typed, defaults))
         defaults = {name: value for name, value in defaults.items() if name not in conflicts}
         return typed, defaults, given, left_out, chosen, recipe
@@ -322,11 +326,11 @@ class CommandParser(argparse.ArgumentParser):
         options, found = dict.fromkeys(action.dest for action in self.required) | options, []
         for preset in self.known_presets(options):
             try:
-                found.append([*self._problems(*self._fill(preset | options, chosen))])
+                found.append([*self._find_errors(*self._fill(preset | options, chosen))])
             except ValueError as error:  # of a dataclass that checks itself
                 found.append([str(error)])
-        texts = [{_VALUES.sub("", problem) for problem in problems} for problems in found]
-        return [*missing, *(problem for problem in found[0] if _VALUES.sub("", problem) in set.intersection(*texts))]
+        texts = [{_VALUES.sub("", error) for error in errors} for errors in found]
+        return [*missing, *(error for error in found[0] if _VALUES.sub("", error) in set.intersection(*texts))]
 
     def _fill(self, options: dict[str, Any], chosen: Collection[str], is_built: bool = False) -> list[Any]:
         """Fill the dataclasses, and the configs or, before they are imported, what stands for them."""
@@ -348,7 +352,7 @@ class CommandParser(argparse.ArgumentParser):
                 parsed[-1].typed = {name for name in chosen if options.get(name) is not None}
         return parsed
 
-    def _problems(self, *parsed: Any) -> Iterator[str]:
+    def _find_errors(self, *parsed: Any) -> Iterator[str]:
         """Find what is wrong with filled dataclasses, and with what stands for a config, which checks itself."""
         for (kind, known), args in zip(self.kinds.items(), parsed, strict=True):
             for name, value in vars(args).items():
@@ -366,7 +370,7 @@ class CommandParser(argparse.ArgumentParser):
     def _build(self, options: dict[str, Any], chosen: Collection[str]) -> tuple:
         """Build the dataclasses and the config, and check them together."""
         parsed = self._fill(options, chosen, is_built=True)
-        refuse(self._problems(*parsed))
+        refuse(self._find_errors(*parsed))
         return tuple(parsed)
 
     def _settle(
@@ -378,14 +382,14 @@ class CommandParser(argparse.ArgumentParser):
         """
 
         def masked(typed: dict[str, Any], defaults: dict[str, Any]) -> dict[str, str]:
-            return {_VALUES.sub("", problem): problem for problem in find(defaults | typed)}
+            return {_VALUES.sub("", error): error for error in find(defaults | typed)}
 
         conflicts, left, refused = {}, defaults, {}
         # Without `--use_cpu` the machine refuses other things
         needed = {"use_cpu", *(action.dest for action in self.required)}
         logging.disable(logging.WARNING)  # of each trial
         try:
-            while found := {text: problem for text, problem in masked(typed, left).items() if text not in refused}:
+            while found := {text: error for text, error in masked(typed, left).items() if text not in refused}:
                 text = next(iter(found))
                 words = [name for name in typed if name not in needed]
                 by = next((name for name in words if text not in masked(_without(typed, name), left)), None)
@@ -405,16 +409,14 @@ class CommandParser(argparse.ArgumentParser):
         return conflicts
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options that are among these words; refuse all that are none, and all wrong values."""
-        self.problems = []
+        """Return the options that are among these words; those that are none, and wrong values, are in `errors`."""
         unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         parsed, unknown = self.parse_known_args(words, unset)
         is_value = False  # of an unknown option: it may be a token
         for word in unknown:
             if word.startswith("-") or not is_value:
-                self.problems.append(self._describe_unknown(word))
+                self.errors.append(self._describe_unknown(word))
             is_value = word.startswith("-") and "=" not in word or is_value and not word.startswith("-")
-        refuse(self.problems)
         options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
         return self._split_weights({name: None if value == [None] else value for name, value in options.items()})
 
@@ -464,7 +466,9 @@ class CommandParser(argparse.ArgumentParser):
             if self.is_launched and option in ("--num_processes", "--accelerate_config"):
                 continue  # `main` has started them
             if action is None and recipe is not None:
-                raise ValueError(f"{recipe} is no recipe for `{self.prog}`, which has no option `{name}`.")
+                other = "grpo" if "PaCoRewardConfig" in self.kinds else "reward"
+                what = f"which has no option `{name}`. Use it with `paco-trl {other}`"
+                raise ValueError(f"{recipe} is no recipe for `{self.prog}`, {what}.")
             if value is None and action is not None:
                 if action.dest not in self.nullable:
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")

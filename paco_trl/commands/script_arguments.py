@@ -330,7 +330,7 @@ def _find_reward(path: str) -> Callable:
 
             raise named_error(path, error, __file__) from error
         raise ValueError(
-            f"There is no reward {path!r}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
+            f"There is no {f'file {where!r}' if is_file else f'reward {path!r}'}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
             "`=0.5`, is a number, for `--rewards` alone."
         ) from None
     if not is_file and file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):

@@ -90,8 +90,6 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
 
 def serve(args: ServeArguments) -> None:
     """Replace this process by vLLM."""
-    from ..rewards.paco_reward import question_of
-
     executable = shutil.which(os.path.expanduser(args.vllm))
     if executable is None:
         raise FileNotFoundError(
@@ -104,6 +102,8 @@ def serve(args: ServeArguments) -> None:
         if os.environ.get(API_KEY_VARIABLE):
             guard = "The key guards the addresses below /v1, and not all others that vLLM has."
         say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
+    from ..rewards.paco_reward import question_of  # takes seconds
+
     command = serve_command(args, os.path.abspath(executable))
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"
     use = f'ConsistencyReward(base_url="{url}", model="{args.served_model_name}"'

@@ -1038,7 +1038,7 @@ SEPARATE_SETS = [
         ("chosen = {*typed} if recipe else {*typed, *given}", "chosen = {*typed, *given}"),
         ("chosen = {*typed} if recipe else {*typed, *given}", "chosen = {*typed}"),
         ("if not masked(typed, left | {name: defaults[name]}):", "if False:"),
-        ('return {_VALUES.sub("", problem): problem', "return {problem: problem"),
+        ('return {_VALUES.sub("", error): error', "return {error: error"),
         ("if name in given and name not in typed}", "if name in given}"),
         ('if options.get("reward_weights") is not None:', "if False:"),
         ('"rewards": ("reward_weights", "reward_required"),', ""),
