@@ -15,7 +15,7 @@ LINTED := paco_trl examples tests benchmarks model_cards docs/*.py
 CALLS_ONLY := --cache-dir=.mypy_cache/benchmarks --follow-imports=silent --no-warn-unused-ignores $(addprefix --disable-error-code=,arg-type assignment \
     call-overload import-untyped index list-item method-assign misc type-var union-attr var-annotated)
 
-.PHONY: help demo test test-slow simulated-cuda test-cuda test-lowest test-vllm gpu docs options quality lint types types-of-benchmarks \
+.PHONY: help demo test test-slow simulated-cuda test-cuda test-lowest test-vllm gpu full-size docs options quality lint types types-of-benchmarks \
 	style clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-lowest  the tests with the lowest versions that setup.cfg admits"
 	@echo "make test-vllm    the tests that need a server of vLLM (CPU; installs 2.5 GB into an environment of its own)"
 	@echo "make gpu          what only an NVIDIA GPU can show and measure, into gpu-output/ (offline, 30 minutes)"
+	@echo "make full-size    RECIPE=name: its command with the real configs and random weights, on a CPU (hours, 17 to 34 GB of disk)"
 	@echo "make docs         the site, into site/ (installs what builds it into an environment of its own)"
 	@echo "make options      what the command line knows of the configs, after a change of their options"
 	@echo "make quality      linter, formatter and type checker, check only"
@@ -95,6 +96,10 @@ gpu:
 	env -u OMP_NUM_THREADS $(if $(FOUND),$(PYTHON),$(BIN)/python) benchmarks/gpu/gpu.py --output $(or $(OUT),gpu-output) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
+full-size: .venv/.installed
+	PYTHONPATH=tests:benchmarks/memory env -u OMP_NUM_THREADS $(BIN)/python benchmarks/full_size/full_size.py $(RECIPE) \
+		$(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(OPTIONS)
+
 # The group alone: mkdocstrings reads the package without importing it
 .venv-docs/.installed: pyproject.toml | $(filter .venv-uv/bin/uv,$(UV))
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-docs
@@ -125,4 +130,4 @@ style: .venv/.installed
 	$(BIN)/ruff format $(LINTED)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lowest .venv-vllm .venv-docs demo-output demo-edits gpu-output site build dist *.egg-info
+	rm -rf .venv .venv-uv .venv-lowest .venv-vllm .venv-docs demo-output demo-edits gpu-output full-size site build dist *.egg-info

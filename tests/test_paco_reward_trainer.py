@@ -24,6 +24,7 @@ import torch
 from datasets import Dataset
 from matplotlib.axes import Axes
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from PIL import Image as PILImage
 from PIL import ImageDraw
 from qwen_vl_utils import process_vision_info
@@ -596,11 +597,14 @@ class TestResumed:
         assert ("with other settings" in caplog.text) == (warning is not None) and (warning or "") in caplog.text
 
     @pytest.mark.parametrize("factor", [1.0, 1.05])
-    def test_its_base_model(self, make_reward_trainer, tiny_qwen, earlier, tmp_path, factor):
+    def test_its_base_model(self, make_reward_trainer, tiny_qwen, earlier, tmp_path, factor, monkeypatch):
         model = base_of(tiny_qwen)
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(factor)
         output = shutil.copytree(earlier, tmp_path / "out")
+        # A new adapter is random: the checkpoint's replaces it, whatever it is
+        reset = LoraLayer.reset_lora_parameters
+        monkeypatch.setattr(LoraLayer, "reset_lora_parameters", lambda *args: (torch.rand(1), reset(*args))[1])
         trainer = make_reward_trainer(model, output_dir=str(output), **self.settings, **self.adapter)
         with nullcontext() if factor == 1 else pytest.raises(ValueError, match="weights/model"):
             trainer.train(resume_from_checkpoint=True)

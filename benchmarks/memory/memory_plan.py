@@ -79,7 +79,7 @@ FLUX2_KLEIN_4B = {
 QWEN3_4B = {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_window_layers": 36,
-    "layer_types": ["full_attention"] * 36,
+    "layer_types": ["full_attention"] * 36, "tie_word_embeddings": True,
 }  # fmt: skip
 FLUX2_VAE = {**VAE, "latent_channels": 32}
 QWEN_VL_7B = {

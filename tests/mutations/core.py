@@ -154,7 +154,7 @@ MUTANTS = [
     (T + "round_trainer.py", "scale, args.advantage_clip)", "scale, None)", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "round_trainer.py", 'scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards', "scale = args.scale_rewards", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
     (T + "round_trainer.py", "1 - has_spread.float().mean().item()", "has_spread.float().mean().item()", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
-    (T + "round_trainer.py", "self.rewards.aggregate(scores.rewards, generations)", "self.rewards.aggregate(scores.rewards, len(scores.rewards))", "tests/test_rewards.py tests/test_paco_grpo_trainer.py"),
+    (T + "round_trainer.py", "self.rewards.aggregate(scores.rewards, generations)", "self.rewards.aggregate(scores.rewards, len(scores.rewards))", "tests/test_contract.py"),
     (T + "round_trainer.py", "is_trained = is_valid & is_informative.repeat_interleave(generations)", "is_trained = is_valid", SCORING + "::TestCeilings::test_prompts_that_teach_nothing_are_left_out"),
     (T + "round_trainer.py", "self._is_informative(total) & ~is_missing)", "self._is_informative(total))", RESAMPLING),
     (T + "round_trainer.py", "                    round.replace(group, candidates[0])\n", "", RESAMPLING),

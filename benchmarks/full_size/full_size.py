@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Rehearse a recipe at full size on a CPU: the real configs with random weights, by the recipe's own command.
+
+    make full-size RECIPE=flux.2-klein-4b-24gb
+
+The model is built once (`build_model.py`). Then `paco-trl grpo --config RECIPE` trains it on small images, with few
+prompts and steps, in a process whose own memory is measured by phase. The process is killed after its first checkpoint. A
+second one resumes it, ends the training and evaluates it, and a third one loads the saved adapter by diffusers and by
+PEFT, which must generate the same. What is measured is written as JSON beside the plan of the same run.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from diffusers import DiffusionPipeline
+from peft import PeftModel
+from PIL import Image
+from safetensors import safe_open
+from torch.utils.flop_counter import FlopCounterMode
+
+from build_model import build_model
+from paco_trl.commands import main as commands
+from paco_trl.planning import plan_memory
+from paco_trl.planning.memory import fake_weights
+from paco_trl.rollout import family_of
+from paco_trl.trainer.round_trainer import RoundTrainer
+from phases import Phases
+
+
+GIB = 2**30
+RECIPES = Path(commands.__file__).parents[1] / "recipes"
+# Small images, few of them, and few steps; on a CPU no judge is loaded beside the model
+OPTIONS = {
+    "dataset_name": "demo", "height": 128, "width": 128,
+    "resolution_scale": 0.5, "num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2,
+    "num_inference_steps": 3, "tail_steps": None, "num_inference_steps_eval": 2, "num_generations_eval": 1, "max_steps": 2,
+    "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "use_cpu": True, "logging_steps": 1,
+}  # fmt: skip
+REWARD = """
+from PIL import ImageStat
+
+def brightness_reward(completions, **kwargs):
+    return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in completions]
+"""
+
+
+def words_of(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> list[str]:
+    """Return the words of the recipe's command."""
+    reward = folder / "brightness.py"
+    reward.write_text(REWARD, encoding="utf-8")
+    evaluated = folder / "evaluated.txt"
+    evaluated.write_text("A red fox in four seasons, from spring to winter.\n", encoding="utf-8")
+    words = ["grpo", "--config", recipe, "--model_name_or_path", str(model), "--rewards", str(reward)]
+    for name, value in ({"output_dir": folder / "run", "eval_dataset_name": evaluated} | OPTIONS | options).items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+# ---- Parts, each in a process of its own ----
+
+
+def train(words: list[str], report: Path) -> None:
+    """Run the command, and write the phases of this process at every checkpoint and at the end."""
+    phases = Phases()
+    phases.install()
+    save = RoundTrainer._save_checkpoint
+
+    def save_and_write(*args, **kwargs) -> None:
+        save(*args, **kwargs)
+        report.write_text(json.dumps(phases.found), encoding="utf-8")
+
+    RoundTrainer._save_checkpoint = save_and_write  # type: ignore[method-assign]
+    if code := commands.main(words):
+        raise SystemExit(code)
+    report.write_text(json.dumps(phases.found), encoding="utf-8")
+
+
+def plan(words: list[str], report: Path) -> None:
+    """Write the plan of the command in place of running it."""
+
+    def write(trainer, model: str, reward_funcs, args, train_dataset, *, peft_config=None, **kwargs) -> None:
+        planned = plan_memory(model, args, train_dataset, peft_config)
+        phases = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
+        calls = planned.run.calls(1)
+        fake_weights(planned.run.model, planned.run.mode)
+        with planned.run.mode, planned.run.in_training(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            planned.run.model(**calls[0])
+        forward = {"forward_tflop": counter.get_total_flops() / 1e12, "calls_of_a_step": len(calls)}
+        report.write_text(json.dumps({"phases": phases} | forward), encoding="utf-8")
+        raise SystemExit
+
+    RoundTrainer.__init__ = write  # type: ignore[method-assign]
+    raise SystemExit(commands.main(words))
+
+
+def load(model: Path, adapter: Path, report: Path) -> None:
+    """Load an adapter by diffusers and by PEFT; write what it holds, and how far the latents of an image differ."""
+    with safe_open(adapter / "pytorch_lora_weights.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+    latents = []
+    for is_diffusers in (True, False, None):
+        pipeline = DiffusionPipeline.from_pretrained(model, torch_dtype=torch.bfloat16)
+        if is_diffusers:
+            pipeline.load_lora_weights(adapter)
+        elif is_diffusers is False:
+            pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, adapter)
+        source = {"image": Image.new("RGB", (64, 64))} if family_of(pipeline).needs_images else {}
+        image = pipeline(
+            prompt="A red fox.", height=64, width=64, num_inference_steps=1, output_type="latent",
+            generator=torch.Generator().manual_seed(0), **source,
+        ).images  # fmt: skip
+        latents.append(image.float())
+        del pipeline
+    by_diffusers, by_peft, base = latents
+    found = {
+        "layers": len({name.partition(".lora_")[0] for name in shapes}),
+        "weights": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "difference of diffusers and PEFT": (by_diffusers - by_peft).abs().max().item(),
+        "difference of adapter and base": (by_diffusers - base).abs().max().item(),
+    }
+    report.write_text(json.dumps(found), encoding="utf-8")
+
+
+# ---- The rehearsal ----
+
+
+def run(*words: str | Path, killed_at: Path | None = None) -> float:
+    """Run a part in a new process, and return its seconds; kill it when a folder appears."""
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, __file__, *map(str, words)], start_new_session=True)
+    while process.poll() is None:
+        time.sleep(0.2)
+        if killed_at is not None and killed_at.exists():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return time.monotonic() - started
+    if process.returncode != 0:
+        raise SystemExit(f"The part {words[0]!r} ended with code {process.returncode}.")
+    if killed_at is not None:
+        raise SystemExit(f"The part {words[0]!r} has ended without {killed_at}.")
+    return time.monotonic() - started
+
+
+def in_gib(found: dict[str, dict]) -> dict[str, dict]:
+    """Round phases for a report."""
+    return {
+        name: {
+            "peak, GiB": round(phase["peak"] / GIB, 2),
+            "seconds": round(phase["seconds"], 1),
+            "count": phase["count"],
+        }
+        for name, phase in found.items()
+    }
+
+
+def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> dict:
+    """Rehearse a recipe with a model, and return the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = words_of(recipe, model, folder, options)
+    report = folder / "part.json"
+    read = lambda: json.loads(report.read_text(encoding="utf-8"))  # noqa: E731
+    run("plan", report, *words)
+    planned = read()
+    seconds = {"until the first checkpoint": run("train", report, *words, killed_at=folder / "run" / "checkpoint-1")}
+    first = read() if report.stat().st_mtime else {}
+    seconds["resumed, to the end"] = run("train", report, *words, "--resume_from_checkpoint", "auto")
+    resumed = read()
+    log = json.loads((folder / "run" / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))[
+        "log_history"
+    ]
+    seconds["loaded by diffusers and PEFT"] = run("load", report, model, folder / "run")
+    return {
+        "recipe": recipe,
+        "date": datetime.now(UTC).date().isoformat(),
+        "options": {
+            name: value for name, value in (OPTIONS | options).items() if name not in ("report_to", "use_cpu")
+        },
+        "seconds": {name: round(value) for name, value in seconds.items()},
+        "forward, TFLOP": round(planned["forward_tflop"], 2),
+        "plan, GiB": {
+            name: {
+                place: {part: round(size / GIB, 2) for part, size in parts.items() if size > GIB / 100}
+                for place, parts in phase.items()
+            }
+            for name, phase in planned["phases"].items()
+        },
+        "measured, until it was killed": in_gib(first),
+        "measured, resumed": in_gib(resumed),
+        "adapter": read(),
+        "log": [
+            {name: value for name, value in entry.items() if not isinstance(value, float) or value == value}
+            for entry in log
+        ],
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["train"]:
+        return train(sys.argv[3:], Path(sys.argv[2]))
+    if sys.argv[1:2] == ["plan"]:
+        return plan(sys.argv[3:], Path(sys.argv[2]))
+    if sys.argv[1:2] == ["load"]:
+        return load(Path(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")), help="Recipe.")
+    parser.add_argument("--folder", type=Path, default=Path("full-size"), help="Directory of the models and runs.")
+    parser.add_argument("--tokenizers", type=Path, help="Directory of published tokenizers.")
+    parser.add_argument("--output", type=Path, help="JSON of the report.")
+    args, rest = parser.parse_known_args()
+    options = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
+    settings = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
+    name = settings["model_name_or_path"].split("/")[1]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    model = build_model(name, args.folder / name, args.tokenizers)
+    report = rehearse(args.recipe, model, args.folder / args.recipe, options)
+    output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
+    output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"{output} has the report.")
+
+
+if __name__ == "__main__":
+    main()
