@@ -23,7 +23,7 @@ from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.sde import keyed_generator
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 from paco_trl.utils.processes import end_training
-from testing_utils import LORA, SMALL_RUN, are_equal, jsonl, square_prompts, weights_of
+from testing_utils import LORA, SMALL_RUN, are_equal, count_images, jsonl, square_prompts, weights_of
 
 
 NOT_NEW = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False)  # B is not 0
@@ -276,8 +276,10 @@ class TestBaseline:
         assert len(watch.take()) == 3
         assert again["eval_reward_baseline"] == pytest.approx(metrics["eval_reward_baseline"] + 1)
         for _ in range(2):  # what a reward reads elsewhere may have changed
-            make().evaluate()
-            assert len(watch.take()) == 3
+            trainer = make(eval_reward_funcs=redness_reward)
+            drawn = count_images(trainer.pipeline.transformer)
+            trainer.evaluate()
+            assert sum(drawn) == 2 * 3
 
     def test_what_is_saved_is_loaded_for_the_same_key_only(self, tmp_path):
         nan = float("nan")
