@@ -18,7 +18,8 @@ paco-trl grpo --config flux.2-klein-4b-24gb --dataset_name demo --dataset_split 
 
 # 2. Evaluate: base model and adapter from the same noise, on prompts that it was not trained on
 paco-trl evaluate prompts --adapter "$name" --dataset_name demo --dataset_split "train[18:]" \
-    --rewards consistency clip_t pick_score --num_generations 2 --output_dir "$name-evaluation" ${EVALUATION:---judge_quantization nf4}
+    --rewards consistency clip_t pick_score --num_generations 2 --output_dir "$name-evaluation" \
+    ${EVALUATION:---judge_quantization nf4}
 
 # 3. Publish: the adapter with its card, then a Space that shows both models side by side
 paco-trl push "$name" --hub_model_id "$repository"
