@@ -19,7 +19,7 @@ from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation.grids import generate_grids, plan_batches
-from paco_trl.generation.image_files import is_flat, own_arguments
+from paco_trl.generation.image_files import is_flat, plain_prompt_arguments
 from paco_trl.rollout import keyed_generator
 from paco_trl.utils.stage_folder import StageFolder
 
@@ -332,8 +332,8 @@ class TestBadInput:
 
 
 def test_longcat_image_does_not_rewrite_the_prompts(flux):
-    assert own_arguments(object.__new__(LongCatImagePipeline)) == {"enable_prompt_rewrite": False}
-    assert own_arguments(flux) == {}
+    assert plain_prompt_arguments(object.__new__(LongCatImagePipeline)) == {"enable_prompt_rewrite": False}
+    assert plain_prompt_arguments(flux) == {}
 
 
 class TestFlatImages:

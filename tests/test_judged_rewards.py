@@ -325,7 +325,7 @@ class TestUndecided:
         assert rewards(PROMPTS[:2], [plain(3)] * 2, log_metric=metrics.__setitem__, **columns) == [None, None]
         name = rewards.__name__
         assert metrics[f"{name}/unanswered/undecided"] == metrics[f"{name}/unanswered"] == 1.0
-        assert "Yes and No have" in rewards.problem
+        assert "Yes and No have" in rewards.missing_score_reason
         args = SimpleNamespace(
             max_reward_failures=0.0, max_excluded_images=0.5, max_excluded_groups=0.5, num_generations=2
         )
@@ -334,13 +334,16 @@ class TestUndecided:
             check_failures(Rewards(rewards), missing, is_valid, args, "round 0")
         # Twins: one that answers first, and the score itself
         answering = reward(PaCoReward.from_pretrained(tiny_qwen, device="cpu", dtype="float32"))
-        assert None not in answering(PROMPTS[:2], [plain(3)] * 2, **columns) and answering.problem is None
+        assert None not in answering(PROMPTS[:2], [plain(3)] * 2, **columns) and answering.missing_score_reason is None
         assert 0 < thinking.score([tuple(images[0])], "Alike?")[0] < 1
 
     def test_a_rating_says_so_too(self, tiny_qwen):
         reward = RubricReward(tiny_qwen, "consistency", device="cpu", dtype="float32")
         assert reward(PROMPTS[:1], [plain(3)]) == [None]
-        assert "The digits 0 to 5 have" in reward.problem and "the likeliest is 'No'" in reward.problem
+        assert (
+            "The digits 0 to 5 have" in reward.missing_score_reason
+            and "the likeliest is 'No'" in reward.missing_score_reason
+        )
 
     def test_so_does_a_single_panel(self):
         assert panel_similarity_reward([""], [plain(1)], [[plain(1)]]) == [None]

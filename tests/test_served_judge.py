@@ -165,7 +165,7 @@ class TestScore:
             judge.check()
             return
         assert answer == Answer(None, "undecided")
-        assert "'<think>'" in caplog.text and "'<think>'" in judge.problem
+        assert "'<think>'" in caplog.text and "'<think>'" in judge.missing_score_reason
         with pytest.raises(JudgeUnavailableError, match="<think>.*without thinking"):
             judge.check()
 

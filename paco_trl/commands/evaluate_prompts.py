@@ -76,8 +76,10 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     adapters = args.adapter or []
     folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
     if len({*folders}) < len(folders):
-        where = "results go to directories of its last name, of which two are the same, or `base`"
-        raise ValueError(f"`--adapter` is {', '.join(adapters)}: {where}. Use another `--output_dir` for some.")
+        raise ValueError(
+            f"`--adapter` is {', '.join(adapters)}: results go to directories of its last name, of which two are the "
+            "same, or `base`. Use another `--output_dir` for some."
+        )
     base, *tuned = _read_systems(args)
     class_name = read_index(base.model, base.where)["_class_name"]
     family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])

@@ -11,7 +11,7 @@ from ..utils.files import file_name
 from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
-from .image_files import generate_missing, name_prompts, negative_prompts_of, own_arguments
+from .image_files import generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
 
 
 if TYPE_CHECKING:
@@ -76,18 +76,18 @@ def generate_edits(
     names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
     has_language = "language" in names
-    places = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
-    files = [place / f"{file_name(row['id'])}.png" for place, row in zip(places, rows, strict=True)]
+    directories = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
+    files = [directory / f"{file_name(row['id'])}.png" for directory, row in zip(directories, rows, strict=True)]
     negatives = negative_prompts_of(pipeline, prompts, call_arguments)
-    call_arguments |= own_arguments(pipeline)
+    call_arguments |= plain_prompt_arguments(pipeline)
 
-    def generate(number: int) -> dict[str, "Image"]:
-        arguments = call_arguments | _size_arguments(pipeline, rows[number], sources.sizes(number), call_arguments)
-        arguments |= {} if negatives[number] is None else {"negative_prompt": negatives[number]}
-        images, noise = sources.load(number), torch.Generator().manual_seed(seed)
+    def generate(index: int) -> dict[str, "Image"]:
+        arguments = call_arguments | _size_arguments(pipeline, rows[index], sources.sizes(index), call_arguments)
+        arguments |= {} if negatives[index] is None else {"negative_prompt": negatives[index]}
+        images, noise = sources.load(index), torch.Generator().manual_seed(seed)
         source = images[0] if len(images) == 1 else images
         return {
-            keys[number]: pipeline(image=source, prompt=rows[number]["prompt"], generator=noise, **arguments).images[0]
+            keys[index]: pipeline(image=source, prompt=rows[index]["prompt"], generator=noise, **arguments).images[0]
         }
 
     calls = [{key: file} for key, file in zip(keys, files, strict=True)]

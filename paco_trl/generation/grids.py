@@ -14,7 +14,7 @@ from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
-from .image_files import generate_missing, name_prompts, negative_prompts_of, own_arguments
+from .image_files import generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
 from .sample_sheet import grids_sheet
 
 
@@ -126,20 +126,20 @@ def generate_grids(
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
     known = [name for name in ("prompt", "layout", "theme", "panels") if name in prompts.column_names]
     texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(known)]
-    call_arguments |= own_arguments(pipeline)
+    call_arguments |= plain_prompt_arguments(pipeline)
 
-    def generate(number: int) -> dict[str, "Image"]:
-        batch = batches[number]
+    def generate(batch_number: int) -> dict[str, "Image"]:
+        batch = batches[batch_number]
         panels: list[list[Image]] = []
         negative = {} if negatives[batch.rows[0]] is None else {"negative_prompt": negatives[batch.rows[0]]}
         for panel, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
             sources = [] if references is None else references.load(batch.rows[0])
-            own = _own_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
+            family_arguments = _family_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
             noise = 0 if panel_generation == "shared_noise" else panel
-            panels.append(_generate(pipeline, of_panel, batch, noise, own | call_arguments | negative))
+            panels.append(_generate(pipeline, of_panel, batch, noise, family_arguments | call_arguments | negative))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
-            for name, *images in zip(names[number], *panels, strict=True)
+            for name, *images in zip(names[batch_number], *panels, strict=True)
         }
 
     calls = [{name: files[name] for name in of_call} for of_call in names]
@@ -192,7 +192,7 @@ def image_sizes(
     return sizes
 
 
-def _own_arguments(
+def _family_arguments(
     pipeline: "DiffusionPipeline", batch: GridBatch, references: list["Image"], anchors: list["Image"]
 ) -> dict[str, Any]:
     """Return the further arguments that a pipeline takes for the size of a batch and its source images."""

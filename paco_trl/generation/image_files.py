@@ -54,7 +54,7 @@ def digest_of_prompts(prompts: "Dataset") -> str:
     return digest(describe(prompts.select_columns([name for name in columns if name in prompts.column_names])))
 
 
-def own_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
+def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
     """Return arguments of the call that let a pipeline read the prompts that others read: LongCat-Image rewrites them."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     return {"enable_prompt_rewrite": False} if "enable_prompt_rewrite" in parameters else {}
@@ -72,8 +72,8 @@ def negative_prompts_of(
     option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
     scale, name = call_arguments.get(option, parameters[option].default), type(pipeline).__name__
     family = FAMILIES[name]() if name in FAMILIES and option == "guidance_scale" else None  # which may be distilled
-    own = prompts["negative_prompt"][:]
-    for row, negative in enumerate(own):
+    row_prompts = prompts["negative_prompt"][:]
+    for row, negative in enumerate(row_prompts):
         if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
             raise ValueError(
                 f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {name} ignores at `{option}` = {scale}. "
@@ -81,7 +81,7 @@ def negative_prompts_of(
             )
         if negative is not None and family is not None:
             family.resolve_negative_prompt(pipeline, scale, negative)
-    return [call_arguments.get("negative_prompt") if negative is None else negative for negative in own]
+    return [call_arguments.get("negative_prompt") if negative is None else negative for negative in row_prompts]
 
 
 @contextmanager
@@ -93,30 +93,30 @@ def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]])
     if turns is None or encode is None:
         yield
         return
-    ahead, others, start = dict[str, Any](), dict[str, Any](), 0
+    ahead, negatives, start = dict[str, Any](), dict[str, Any](), 0
 
-    def encode_ahead(**given: Any) -> Any:
+    def encode_ahead(**arguments: Any) -> Any:
         nonlocal start
-        if not all(map(_is_plain, given.values())):  # such as source images
-            return encode(**given)
+        if not all(map(_is_plain, arguments.values())):  # such as source images
+            return encode(**arguments)
 
         def key(prompt: str | list[str]) -> str:
-            return repr(given | {"prompt": prompt})
+            return repr(arguments | {"prompt": prompt})
 
-        prompt = given["prompt"]
-        if key(prompt) not in ahead | others:
-            found, new = ahead, [prompt]
+        prompt = arguments["prompt"]
+        if key(prompt) not in ahead | negatives:
+            cache, new = ahead, [prompt]
             if prompt in coming[start:]:
                 start = coming.index(prompt, start)
                 new = coming[start : start + _PROMPTS_AHEAD]
             else:  # a negative one
-                found = others
-            if found is ahead or len(others) == _PROMPTS_AHEAD:
-                found.clear()
-            for each in new:
-                if key(each) not in found:
-                    found[key(each)] = send_to_device(encode(**given | {"prompt": each}), "cpu")
-        return send_to_device((ahead | others)[key(prompt)], turns.device)
+                cache = negatives
+            if cache is ahead or len(negatives) == _PROMPTS_AHEAD:
+                cache.clear()
+            for text in new:
+                if key(text) not in cache:
+                    cache[key(text)] = send_to_device(encode(**arguments | {"prompt": text}), "cpu")
+        return send_to_device((ahead | negatives)[key(prompt)], turns.device)
 
     pipeline.encode_prompt = encode_ahead
     try:
@@ -151,34 +151,34 @@ def generate_missing(
     counts = [1 if size is None else size[2] for size in known]
     # Each process reads a part of the existing files; then all of them divide the same list of calls
     flat, missing = [], []
-    for number in range(state.process_index, len(calls), state.num_processes):
-        for name, path in calls[number].items():
-            image = _read_image(path, known[number])
+    for call_number in range(state.process_index, len(calls), state.num_processes):
+        for name, path in calls[call_number].items():
+            image = _read_image(path, known[call_number])
             if image is None:
-                missing.append((number, name))
-            elif is_flat(image, counts[number]):
+                missing.append((call_number, name))
+            elif is_flat(image, counts[call_number]):
                 flat.append(name)
     wait_for_all()
     names: dict[int, list[str]] = defaultdict(list)
-    for number, name in sorted(gather_object(missing)):
-        names[number].append(name)
+    for call_number, name in sorted(gather_object(missing)):
+        names[call_number].append(name)
 
-    own = list(names)[state.process_index :: state.num_processes]
-    bar = tqdm(own, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
+    call_numbers = list(names)[state.process_index :: state.num_processes]
+    bar = tqdm(call_numbers, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
-    coming = [prompt for number in own for prompt in prompts[number]] if prompts else []
+    coming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
     with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, coming):
-        for number in bar:
-            images = generate(number)
-            for name in names[number]:
-                write_atomically(calls[number][name], to_png(images[name]))
-                if is_flat(images[name], counts[number]):
+        for call_number in bar:
+            images = generate(call_number)
+            for name in names[call_number]:
+                write_atomically(calls[call_number][name], to_png(images[name]))
+                if is_flat(images[name], counts[call_number]):
                     flat.append(name)
     wait_for_all()
-    for message, number in sum(gather_object([truncations]), Counter()).items():
+    for message, count in sum(gather_object([truncations]), Counter()).items():
         if state.is_main_process:
             logger.warning(
-                f"For {number} of {sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}: {message}."
+                f"For {count} of {sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}: {message}."
             )
     order = [name for call in calls for name in call]
     flat = sorted(gather_object(flat), key=order.index)

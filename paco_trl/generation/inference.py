@@ -95,9 +95,9 @@ class Trained:
         config = pipeline_quantization_config(self.quantization, self.dtype, index)
         of_pipeline = {**options, **self.where} | ({} if config is None else {"quantization_config": config})
         if self.transformer is not None:
-            own = {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
+            quantized = {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
             of_pipeline["transformer"] = AutoModel.from_pretrained(
-                self.transformer, subfolder="transformer", trust_remote_code=False, **options, **own
+                self.transformer, subfolder="transformer", trust_remote_code=False, **options, **quantized
             )
         # Not the loader of the trainer, which refuses what cannot be trained
         pipeline = DiffusionPipeline.from_pretrained(self.model, **of_pipeline)
@@ -266,19 +266,19 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
     known = [str(base) for base in named if base]
     base = model or next((base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base), None)
     if base is None:
-        problem = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
-        raise ValueError(f"'{name}' needs a base model, {problem}. Pass it as `model` (`--model_name_or_path`).")
+        reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
+        raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")
     of_base = None
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
         of_base = card.base_revision
-    found = read_pipeline(base, of_base, card=card, **options)
+    source = read_pipeline(base, of_base, card=card, **options)
     if is_whole:
         check_adapter_base(name, None if card is None else card.base_model, base)
-        return replace(found, transformer=name)
-    if peft is None and not _is_of_transformer(name, read_index(base, found.where)):
-        return replace(found, lora=name)
-    check_adapter_base(name, read_peft_config(name, base, found.where).base_model_name_or_path, base)
-    return replace(found, adapter=name)
+        return replace(source, transformer=name)
+    if peft is None and not _is_of_transformer(name, read_index(base, source.where)):
+        return replace(source, lora=name)
+    check_adapter_base(name, read_peft_config(name, base, source.where).base_model_name_or_path, base)
+    return replace(source, adapter=name)
 
 
 def _is_of_transformer(lora: str, index: dict[str, Any]) -> bool:
@@ -318,8 +318,8 @@ class Turns:
         family = FAMILIES.get(type(pipeline).__name__)
         names = [name for name in parts if "encoder" in name] if family is None else family.text_encoders
         encoders = [part for name, part in parts.items() if name in names]
-        others = [part for name, part in parts.items() if name not in names]
-        for group in (encoders, others):
+        rest = [part for name, part in parts.items() if name not in names]
+        for group in (encoders, rest):
             for part in group:
                 part.to("cpu")  # bitsandbytes quantizes on the device
                 add_hook_to_module(part, TurnHook(self, group))

@@ -76,8 +76,8 @@ def normalize_in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Te
 def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Compute Pref-GRPO's mean over the others of a group of 1(R > R') + 1/2 1(R = R'); NaN stays and is no other."""
     grouped = rewards.reshape(-1, num_generations, *rewards.shape[1:])  # (N / G, G, K)
-    each, other = grouped.unsqueeze(2), grouped.unsqueeze(1)
-    wins = ((each > other) + (each == other) / 2).sum(dim=2).to(rewards.dtype)  # (N / G, G, K)
+    reward, other_reward = grouped.unsqueeze(2), grouped.unsqueeze(1)
+    wins = ((reward > other_reward) + (reward == other_reward) / 2).sum(dim=2).to(rewards.dtype)  # (N / G, G, K)
     count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True) - 1  # (N / G, 1, K)
     rates = (wins - 0.5) / count.clamp(min=1)  # without the tie with itself
     return torch.where(torch.isnan(grouped), torch.nan, rates).reshape(rewards.shape)

@@ -13,11 +13,11 @@ from ..data.image_sets import SEPARATE
 
 
 # What a reward gets besides the columns of the dataset, see `RewardScorer`
-_FROM_TRAINER = {
+_TRAINER_ARGUMENTS = {
     "prompts", "completions", "completion_ids", "num_generations", "panel_images", "trainer_state", "log_extra",
     "log_metric",
 }  # fmt: skip
-_ALWAYS_GIVEN = _FROM_TRAINER | {"rows", "cols"}
+_ALWAYS_PASSED = _TRAINER_ARGUMENTS | {"rows", "cols"}
 
 
 def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
@@ -32,7 +32,7 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
             )
     names = [get_callable_name(function) for function in reward_funcs]
     for name, function in zip(names, reward_funcs, strict=True):
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters_of(function)):
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function)):
             raise ValueError(
                 f"The reward '{name}' gets every column of the dataset: add `**kwargs` to its parameters."
             )
@@ -43,7 +43,7 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
     """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`, `scores_grids`) of rewards."""
-    if taken := sorted(_FROM_TRAINER & set(dataset.column_names)):
+    if taken := sorted(_TRAINER_ARGUMENTS & set(dataset.column_names)):
         raise ValueError(f"Rewards get {', '.join(taken)} from the trainer, not from {where}: rename these columns.")
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         name, least = get_callable_name(function), getattr(function, "min_panels", 1)
@@ -64,13 +64,16 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                 f"The reward '{name}' scores the lines of a grid, but row {kinds.index(SEPARATE)} of {where} is a set of "
                 "separate images. Leave the reward out."
             )
-        given = _ALWAYS_GIVEN | set(dataset.column_names)
-        for each in parameters_of(function):
-            if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                if each.name not in given - {"prompt"}:
-                    has = ", ".join(sorted(given))
+        arguments = _ALWAYS_PASSED | set(dataset.column_names)
+        for parameter in parameters_of(function):
+            if parameter.default is parameter.empty and parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            ):
+                if parameter.name not in arguments - {"prompt"}:
+                    has = ", ".join(sorted(arguments))
                     raise ValueError(
-                        f"The reward '{name}' has the parameter `{each.name}`, but {where} gives it {has}."
+                        f"The reward '{name}' has the parameter `{parameter.name}`, but {where} gives it {has}."
                     )
         for column in getattr(function, "needed_columns", ()):
             if column == "image" and "images" in dataset.column_names:
@@ -83,8 +86,10 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                 continue  # it would be decoded; the reward checks it
             for row, value in enumerate(dataset[column]):
                 if not (value.strip() if isinstance(value, str) else value):
-                    problem = f"which is {value!r} in row {row} of {where}. Fill it, or remove the row."
-                    raise ValueError(f"The reward '{name}' requires the column `{column}`, {problem}")
+                    raise ValueError(
+                        f"The reward '{name}' requires the column `{column}`, which is {value!r} in row {row} of "
+                        f"{where}. Fill it, or remove the row."
+                    )
 
 
 def parameters_of(function: Callable) -> list[inspect.Parameter]:

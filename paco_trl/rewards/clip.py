@@ -163,8 +163,10 @@ class ClipTReward(ClipEmbedder):
         panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
         for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
             if not texts or not all(map(is_text, texts)) or len(images) != len(texts):
-                rule = f"each of its {len(images)} panel images needs a text: check `rows`, `cols` and `panels`."
-                raise ValueError(f"`panels` of completion {index} is {texts!r}, but {rule}")
+                raise ValueError(
+                    f"`panels` of completion {index} is {texts!r}, but each of its {len(images)} panel images needs a "
+                    "text: check `rows`, `cols` and `panels`."
+                )
         distinct = list(dict.fromkeys(chain(*panels)))
         if log_metric is not None and distinct:
             lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]

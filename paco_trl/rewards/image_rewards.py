@@ -73,8 +73,10 @@ class LayoutReward:
 def layout_score(image: Image.Image, rows: int, cols: int) -> float:
     """Compute how much an image looks like a grid, in [0, 1]: complete lines, and no panel divided again."""
     if image.height < rows * MIN_PANEL or image.width < cols * MIN_PANEL:
-        problem = f"{image.height} x {image.width} pixels with {rows} x {cols} panels (rows x cols) have panels below"
-        raise ValueError(f"{problem} {MIN_PANEL} pixels, too few to see lines. Use larger images or fewer panels.")
+        raise ValueError(
+            f"{image.height} x {image.width} pixels with {rows} x {cols} panels (rows x cols) have panels below "
+            f"{MIN_PANEL} pixels, too few to see lines. Use larger images or fewer panels."
+        )
     score = 1.0
     for turned, count, panels_along in ((image, cols, rows), (image.transpose(Image.Transpose.TRANSPOSE), rows, cols)):
         profile = edge_profile(turned, panels_along * BANDS_PER_PANEL)
@@ -175,7 +177,9 @@ class DuplicateReward:
         rewards = []
         for index, panels in enumerate(panel_images):
             where = f"of completion {index}"
-            thumbnails = [_thumbnail(panel, f"Panel {number} {where}") for number, panel in enumerate(panels)]
+            thumbnails = [
+                _thumbnail(panel, f"Panel {panel_number} {where}") for panel_number, panel in enumerate(panels)
+            ]
             similarities = [_similarity(first, second) for first, second in combinations(thumbnails, 2)]
             scores = [min(1.0, (1 - similarity) / (1 - self.threshold)) for similarity in similarities]
             rewards.append(sum(scores) / len(scores))
@@ -248,8 +252,10 @@ class OcrReward:
         text = column_of(text, "text", len(completions), "`OcrReward`")
         for index, words in enumerate(text):
             if not isinstance(words, str) or not _letters(words):
-                where = f"`text` of completion {index} (prompt {prompts[index]!r})"
-                raise ValueError(f"{where} is {words!r}. Fill the column in every row, or leave `OcrReward` out.")
+                raise ValueError(
+                    f"`text` of completion {index} (prompt {prompts[index]!r}) is {words!r}. Fill the column in every "
+                    "row, or leave `OcrReward` out."
+                )
         scores = []
         for index, (words, image) in enumerate(zip(text, completions, strict=True)):
             rgb = np.asarray(to_rgb(image, f"Completion {index}"))  # (height, width, 3)
@@ -265,8 +271,8 @@ def readability(text: str, recognized: str) -> float:
     row = [0] * (len(letters) + 1)
     for count, letter in enumerate(expected, start=1):
         above, row = row, [count]
-        for column, other in enumerate(letters, start=1):
-            row.append(min(above[column - 1] + (letter != other), above[column] + 1, row[-1] + 1))
+        for column, other_letter in enumerate(letters, start=1):
+            row.append(min(above[column - 1] + (letter != other_letter), above[column] + 1, row[-1] + 1))
     return 1 - min(row) / len(expected)
 
 
@@ -298,7 +304,9 @@ def panel_similarity_reward(
     """
     scores = []
     for index, panels in enumerate(panel_images):
-        panels = [to_rgb(panel, f"Panel {number} of completion {index}") for number, panel in enumerate(panels)]
+        panels = [
+            to_rgb(panel, f"Panel {panel_number} of completion {index}") for panel_number, panel in enumerate(panels)
+        ]
         thumbnails = [panel.resize((8, 8), Image.Resampling.BOX) for panel in panels]
         differences = [
             sum(ImageStat.Stat(ImageChops.difference(first, second)).mean) / 3 / 255  # channels, in [0, 255]
@@ -308,4 +316,4 @@ def panel_similarity_reward(
     return scores
 
 
-vars(panel_similarity_reward).update(problem="a single panel has nothing to be compared with")
+vars(panel_similarity_reward).update(missing_score_reason="a single panel has nothing to be compared with")

@@ -250,7 +250,7 @@ class ServedJudge:
         self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
         self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
-        self.problem: str | None = None  # why the last question without a score has none
+        self.missing_score_reason: str | None = None  # why the last question without a score has none
         self.question: str | None = None  # of all pairs that it was trained on, if the server names its model
 
     def check(self, scale: int | None = None) -> None:
@@ -340,11 +340,12 @@ class ServedJudge:
             async with asyncio.timeout(self.time_budget):
                 models = await self._client.list_models() if models is None else models
         except (NoAnswerError, TimeoutError) as failure:
-            problem = f"{self.name} does not list its models ({str(failure) or 'timeout'})"
-            raise JudgeUnavailableError(f"{problem}. Is it still running?") from None
+            raise JudgeUnavailableError(
+                f"{self.name} does not list its models ({str(failure) or 'timeout'}). Is it still running?"
+            ) from None
         entry = models.get(self.model)
         listed = (entry, models.get(str(getattr(entry, "parent", None))))
-        named = [getattr(each, "root", None) or each.id for each in listed if each is not None]
+        named = [getattr(model, "root", None) or model.id for model in listed if model is not None]
         roots = [root for root in named if "/" in root]  # a Hub id, or a path
         for root in roots:
             with suppress(OSError, ValueError, ImportError):
@@ -382,8 +383,8 @@ class ServedJudge:
             # If one finds the judge unavailable, the others are canceled
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._query(body, read)) for body in bodies]
-        except BaseExceptionGroup as problems:
-            raise problems.exceptions[0] from None
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         answers = [task.result() for task in tasks]
         if reasons := Counter(answer.reason for answer in answers if answer.reason is not None):
             counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
@@ -404,7 +405,7 @@ class ServedJudge:
                 failure = NoAnswerError("unavailable", f"no answer within {self.time_budget:g} seconds")
             except NoAnswerError as error:
                 failure = error
-        self.problem = f"{self.name} has {failure.kind} answers ({failure})"
+        self.missing_score_reason = f"{self.name} has {failure.kind} answers ({failure})"
         if failure.kind not in self._reported:
             self._reported.add(failure.kind)
             logger.warning(f"{self.name} cannot answer a question: {failure}.")
@@ -416,8 +417,10 @@ class ServedJudge:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
                 await self._client.complete(self._test_body(plain_question()), max_retries=0)
         except (NoAnswerError, TimeoutError) as failure:
-            waited = f"{self.time_budget:g} seconds (`time_budget`): {str(failure) or 'timeout'}"
-            raise JudgeUnavailableError(f"{self.name} has not answered for {waited}. Is it still running?") from None
+            raise JudgeUnavailableError(
+                f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): "
+                f"{str(failure) or 'timeout'}. Is it still running?"
+            ) from None
 
     # ---- Requests ----
 

@@ -96,9 +96,9 @@ class JudgedReward:
         return self._rewards(questions, answers, log_metric)
 
     @property
-    def problem(self) -> str | None:
+    def missing_score_reason(self) -> str | None:
         """Why the last question without an answer has none, for messages."""
-        return getattr(self.judge, "problem", None)
+        return getattr(self.judge, "missing_score_reason", None)
 
     def _warn_of(self, asked: str) -> None:
         """Warn of a judge that was trained on one question alone, and is asked another."""

@@ -71,5 +71,5 @@ def _describe_missing(rewards: Rewards, values: torch.Tensor) -> str:
 def _reasons(rewards: Rewards, names: Iterable[str]) -> str:
     """Say why rewards gave no value, as far as they know it: the last reason, of this process."""
     functions = dict(zip(rewards.names, rewards.functions, strict=True))
-    found = [(name, getattr(functions[name], "problem", None)) for name in names]
-    return "".join(f"; {name}: {reason}" for name, reason in found if reason)
+    reasons = [(name, getattr(functions[name], "missing_score_reason", None)) for name in names]
+    return "".join(f"; {name}: {reason}" for name, reason in reasons if reason)

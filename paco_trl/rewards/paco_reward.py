@@ -118,7 +118,7 @@ class PaCoReward:
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
         self.question: str | None = None  # of all pairs that it was trained on
-        self.problem: str | None = None  # why the last question without a score has none
+        self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
 
@@ -377,7 +377,7 @@ class PaCoReward:
         for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
             if mass < LEAST_MASS:
                 token = self.processor.tokenizer.decode([likeliest])
-                self.problem = (
+                self.missing_score_reason = (
                     f"{answers} have {mass:.2%} of the probability of the judge's first token, of which half is required; "
                     f"the likeliest is {token!r}"
                 )
@@ -438,8 +438,10 @@ class PaCoReward:
                 for index, answer in zip(indices, read(inputs), strict=True):
                     values = answer.values() if isinstance(answer, dict) else [answer]
                     if any(value is not None and math.isnan(value) for value in values):
-                        cause = f"weights of {self.name!r} overflow in {self.model.dtype}, or are not finite"
-                        raise ValueError(f"The score of question {index} is not a number: {cause}. Try 'float32'.")
+                        raise ValueError(
+                            f"The score of question {index} is not a number: weights of {self.name!r} overflow in "
+                            f"{self.model.dtype}, or are not finite. Try 'float32'."
+                        )
                     answers[index] = answer
         return answers
 
@@ -447,14 +449,14 @@ class PaCoReward:
         """Yield the images of each batch, loaded and encoded once and kept until the last batch that uses them."""
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
         batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
-        last_use = {key: number for number, keys in enumerate(batch_keys) for key in keys}
+        last_use = {key: batch_number for batch_number, keys in enumerate(batch_keys) for key in keys}
         ready: dict = {}
-        for number, keys in enumerate(batch_keys):
+        for batch_number, keys in enumerate(batch_keys):
             if not ready.keys() >= set(keys):
                 # Images of later batches are encoded along with those of this one, as far as the pixels go
                 missing: dict = {}
                 pixels = 0
-                indices = chain.from_iterable(batches[number:])
+                indices = chain.from_iterable(batches[batch_number:])
                 upcoming = ((index, image) for index in indices for image in groups[index])
                 for number_seen, (index, image) in enumerate(upcoming):
                     key = image_key(image)
@@ -466,7 +468,7 @@ class PaCoReward:
                     pixels += math.prod(missing[key].size)
                 ready.update(zip(missing, self._encode(list(missing.values())), strict=True))
             images = [ready[key] for key in keys]
-            ready = {key: image for key, image in ready.items() if last_use[key] > number}
+            ready = {key: image for key, image in ready.items() if last_use[key] > batch_number}
             yield images
 
     def _inputs(self, prompts: list[str], images: list, labels: tuple[str, str] | None = None) -> dict[str, Any]:
@@ -509,8 +511,10 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Look up the token ids of Yes and No, each of which must be one token."""
     yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ("Yes", "No"))
     if len(yes) != 1 or len(no) != 1:
-        problem = f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}"
-        raise ValueError(f"{problem}, but a judge reads each at one position. Use another model, such as Qwen2.5-VL.")
+        raise ValueError(
+            f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}, but a judge reads "
+            "each at one position. Use another model, such as Qwen2.5-VL."
+        )
     return yes[0], no[0]
 
 
@@ -571,8 +575,10 @@ def _check_loading(model: str, info: dict) -> None:
     faults = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     if any(faults.values()):
         counts = [f"{len(names)} weights are {kind} ({names[0]}, ...)" for kind, names in faults.items() if names]
-        problem = f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}"
-        raise ValueError(f"{problem}. Save the model again with a current version of transformers.")
+        raise ValueError(
+            f"The weights of {model!r} do not match its config.json: {'; '.join(counts)}. Save the model again with a "
+            "current version of transformers."
+        )
 
 
 def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:

@@ -22,11 +22,11 @@ def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) ->
             longest[beginning] = max(longest.get(beginning, 0), len(prompt))
             earliest.setdefault(beginning, index)
 
-    def place(index: int) -> list[tuple[int, int]]:
+    def sort_key(index: int) -> list[tuple[int, int]]:
         levels = [(longest[beginning], earliest[beginning]) for beginning in beginnings[index]]
         return [*levels, (len(prompts[index]), index)]
 
-    return sorted(range(len(prompts)), key=place)
+    return sorted(range(len(prompts)), key=sort_key)
 
 
 def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
@@ -55,7 +55,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     num_seen = 0  # images of earlier parts
     cache, cache_rows, past_mask = None, mask, mask  # the latter are set with the cache
     for level, (ends, labels) in enumerate(zip(cuts, beginnings, strict=True)):
-        distinct = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        distinct = {label: index for index, label in enumerate(dict.fromkeys(labels))}
         if level < count and len(distinct) == len(set(beginnings[level + 1])):
             continue  # the same rows also share the next part
         rows = [labels.index(label) for label in distinct]  # one row per beginning
@@ -86,8 +86,8 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
 
 def _image_ends(token_types: torch.Tensor, encoded: list[torch.Tensor]) -> list[int]:
     """Return the positions after the last token of each image of a row."""
-    places = (token_types == 1).nonzero().flatten().tolist()
-    return [places[total - 1] + 1 for total in accumulate(len(image) for image in encoded)]
+    positions = (token_types == 1).nonzero().flatten().tolist()
+    return [positions[total - 1] + 1 for total in accumulate(len(image) for image in encoded)]
 
 
 def _left_padded(sequences: list[torch.Tensor]) -> torch.Tensor:

@@ -52,21 +52,21 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """Metrics that rewards logged, averaged over the calls of all processes."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for numbers, count, entries in self.logged:
-            share = len(numbers) / count  # of a call whose other completions were replaced
+        for completion_numbers, count, entries in self.logged:
+            share = len(completion_numbers) / count  # of a call whose other completions were replaced
             for name, value in ((name, value) for name, values in entries.items() for value in values):
                 sums[name] = [sums[name][0] + share * value, sums[name][1] + share]
         return {name: total / weight for name, (total, weight) in sorted(sums.items()) if weight}
 
-    def replace(self, numbers: list[int], new: "Scores") -> None:
+    def replace(self, completion_numbers: list[int], new: "Scores") -> None:
         """Put new scores of some completions in the place of theirs."""
-        self.rewards[numbers] = new.rewards[numbers]
-        kept = [(of_call - {*numbers}, count, values) for of_call, count, values in self.logged]
+        self.rewards[completion_numbers] = new.rewards[completion_numbers]
+        kept = [(of_call - {*completion_numbers}, count, values) for of_call, count, values in self.logged]
         self.logged = kept + new.logged
         for column in self.extra | new.extra:
             cells = self.extra.setdefault(column, [None] * len(self.rewards))
-            for number in numbers:
-                cells[number] = new.extra[column][number] if column in new.extra else None
+            for completion_number in completion_numbers:
+                cells[completion_number] = new.extra[column][completion_number] if column in new.extra else None
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Call:
     """A call of some rewards with some completions."""
 
     reward_indices: list[int]
-    numbers: list[int]
+    numbers: list[int]  # of the completions
     values: Future = field(init=False)  # of a list of values for each reward
     span: list[float] = field(default_factory=list)  # when it started and ended
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -204,7 +204,7 @@ class Scoring:
 
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
         """Start a call of some rewards on the thread or, of async ones, on the event loop."""
-        call, rows = _Call(indices, [number for number, _ in batch]), [row for _, row in batch]
+        call, rows = _Call(indices, [completion_number for completion_number, _ in batch]), [row for _, row in batch]
         arguments: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         arguments |= {
             "prompts": [row["prompt"] for row in rows],
@@ -247,16 +247,17 @@ class Scoring:
     def _exchange_groups(self) -> list[list[tuple[int, dict]]]:
         """Return the groups that this process scores whole, each in order. Collective: call on all ranks."""
         by_group: dict[int, list[tuple[int, dict]]] = defaultdict(list)
-        for number, arguments in self._of_groups:
-            by_group[self.round.completions[number].group].append((number, arguments))
+        for completion_number, arguments in self._of_groups:
+            by_group[self.round.completions[completion_number].group].append((completion_number, arguments))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        numbers, groups = sorted(set(gather_object(list(by_group)))), []
-        for first in range(0, len(numbers), processes):  # a group for each process at a time, which bounds the memory
-            block = numbers[first : first + processes]
+        group_numbers, groups = sorted(set(gather_object(list(by_group)))), []
+        # A group for each process at a time, which bounds the memory
+        for first in range(0, len(group_numbers), processes):
+            block = group_numbers[first : first + processes]
             added = dict(gather_object([completion for group in block for completion in by_group[group]]))
             if rank < len(block):
-                mine = sorted(number for number in added if self.round.completions[number].group == block[rank])
-                groups.append([(number, added[number]) for number in mine])
+                mine = sorted(n for n in added if self.round.completions[n].group == block[rank])
+                groups.append([(n, added[n]) for n in mine])
         return groups
 
     def _gather(self) -> tuple[torch.Tensor, dict[str, list], list]:
@@ -292,7 +293,7 @@ class Scoring:
     def _raise_together(self, pending: Iterable = (), error: BaseException | None = None) -> bool:
         """Raise on all processes if a call of one has failed or one must stop; return whether one has pending calls."""
         done = (call.values.exception() for call in self._calls if call.values.done())
-        error = next((found for found in done if found is not None), error)
+        error = next((exception for exception in done if exception is not None), error)
         stop, is_bad, is_pending = agree(self.accelerator, error is not None, bool(pending))
         if not stop and not is_bad:
             return bool(is_pending)

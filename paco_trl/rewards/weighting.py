@@ -145,7 +145,7 @@ class Rewards:
         for name, values, (h, tamed, share) in zip(self.names, rewards.T, described, strict=True):
             scored = values[~torch.isnan(values)]
             mean, first = scored.mean().item() if len(scored) else None, metrics.get(f"rewards/{self.names[0]}/mean")
-            own = {
+            values_of_reward = {
                 "mean": mean,
                 "std": scored.std().item() if len(scored) > 1 else None,
                 "failure_rate": torch.isnan(values).float().mean().item(),
@@ -154,7 +154,7 @@ class Rewards:
                 "tamed": float(tamed),
                 "share": share,  # undefined where no reward differs within a group
             }
-            metrics |= {f"rewards/{name}/{key}": value for key, value in own.items() if value is not None}
+            metrics |= {f"rewards/{name}/{key}": value for key, value in values_of_reward.items() if value is not None}
         summed = total[~torch.isnan(total)]
         if len(summed):
             metrics["reward"] = summed.mean().item()

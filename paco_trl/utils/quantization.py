@@ -36,8 +36,9 @@ def quantization_config(name: str, dtype: torch.dtype, library: str = "transform
         try:
             DiffusersAutoQuantizer.from_config(config).validate_environment()
         except (RuntimeError, ImportError) as error:
-            problem = f"`quantization` is {name!r}, which diffusers refuses here: {error}"
-            raise ValueError(f"{problem} Set 'int8', or None.") from error
+            raise ValueError(
+                f"`quantization` is {name!r}, which diffusers refuses here: {error} Set 'int8', or None."
+            ) from error
     return config
 
 

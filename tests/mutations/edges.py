@@ -149,7 +149,7 @@ REWARDS = [
     *_mutants(
         "rewards/paco_reward.py",
         f"{_JUDGE}TestImagesOfACall {_JUDGE}TestExplain {_JUDGE}TestTemplates {_JUDGE}TestBadInput",
-        ("if last_use[key] > number}", "if last_use[key] >= number}"),
+        ("if last_use[key] > batch_number}", "if last_use[key] >= batch_number}"),
         ("if number_seen >= len(keys) and pixels >= pixel_budget:", "if number_seen >= len(keys):"),
         ("do_sample=False, repetition_penalty=1.0", "repetition_penalty=1.0"),
         ('"add_special_tokens": False,', '"add_special_tokens": True,'),
@@ -180,7 +180,7 @@ REWARDS = [
     *_mutants(
         "rewards/prefix_sharing.py",
         f"{_JUDGE}TestSharedBeginnings {_JUDGE}test_questions_about_the_same_images_are_neighbours",
-        ("[places[total - 1] + 1 for", "[places[total - 1] for"),
+        ("[positions[total - 1] + 1 for", "[positions[total - 1] for"),
         ("torch.cat([past_mask[selected], part", "torch.cat([past_mask[: len(rows)], part"),
         ("[distinct[label] for label in labels]", "[distinct[label] * 0 for label in labels]"),
         ("(keys[: level + 1], tuple(row", "(len(keys), tuple(row"),
@@ -212,7 +212,7 @@ REWARDS = [
         ("map(faintest, (2, 3, 4))", "map(faintest, (2,))"),
         ("min(line_strength(profile, position, LINE", "max(line_strength(profile, position, LINE"),
         ("return sum(strengths) / len(strengths)", "return max(strengths)"),
-        ("above[column - 1] + (letter != other)", "above[column - 1] + 1"),
+        ("above[column - 1] + (letter != other_letter)", "above[column - 1] + 1"),
         ("return 1 - min(row) / len(expected)", "return 1 - row[-1] / len(expected)"),
         ("row = [0] * (len(letters) + 1)", "row = list(range(len(letters) + 1))"),
     ),
