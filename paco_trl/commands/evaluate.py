@@ -93,11 +93,11 @@ def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArgumen
         args.set_layout = args.set_layout or run.get("set_layout")
     benchmark = _load_benchmark(args)
     if _has_separate(benchmark):
-        found = {name: run.get(name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
+        options = {name: run.get(name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
         has_sizes = "height" in benchmark.column_names and None not in benchmark["height"]
         if run.get("set_layout") == SEPARATE and "inference_size" in run and not has_sizes:
-            found |= dict(zip(("height", "width"), run["inference_size"], strict=True))
-        for name, value in found.items():
+            options |= dict(zip(("height", "width"), run["inference_size"], strict=True))
+        for name, value in options.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
     return benchmark
@@ -152,14 +152,14 @@ def generate(args: arguments.GenerateArguments, trained: Trained | None = None) 
         pipeline = trained.load()
         call |= {"height": args.height, "width": args.width} | panels
         if args.benchmark == "gedit":
-            given = {name: value for name, value in call.items() if value is not None}
-            generate_edits(pipeline, benchmark, folder, args.seeds[0], **given)
+            call_arguments = {name: value for name, value in call.items() if value is not None}
+            generate_edits(pipeline, benchmark, folder, args.seeds[0], **call_arguments)
         else:
             generate_grids(pipeline, benchmark, folder, args.seeds, args.batch_size, **call)
         if PartialState().is_main_process:
             if args.panel_files:
-                found = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
-                write_panel_files(found, benchmark, folder.path / "panels")
+                images = find_generated_sets(folder.images, benchmark, args.seeds, args.height, args.width)
+                write_panel_files(images, benchmark, folder.path / "panels")
             Console().print(f"The images are in {escape(str(folder.images))}.")
 
 
@@ -175,17 +175,17 @@ def score(args: arguments.ScoreArguments) -> Step:
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
     yield
-    found, _ = _find_images(args, args.output_dir, benchmark, args.images)
+    images, _ = _find_images(args, args.output_dir, benchmark, args.images)
     if args.missing == "error":
-        found.check_complete()
+        images.check_complete()
     if args.images is not None and PartialState().is_main_process:  # for the report
         write_atomically(Path(args.output_dir) / _ELSEWHERE, json.dumps({"images": str(Path(args.images).absolute())}))
     if is_gedit:
         benchmarks.score_edits(
-            scorers, benchmark, found, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
+            scorers, benchmark, images, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
         )
     else:
-        _score_t2is(args, scorers, benchmark, found)
+        _score_t2is(args, scorers, benchmark, images)
 
 
 def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
@@ -222,32 +222,32 @@ def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list
     return work
 
 
-def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, found: FoundImages) -> None:
-    benchmarks.score_duplicates(found, benchmark, args.output_dir)
+def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, images: FoundImages) -> None:
+    benchmarks.score_duplicates(images, benchmark, args.output_dir)
     size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
-        benchmarks.score_aesthetics(scorer, found, benchmark, args.output_dir, size)
+        benchmarks.score_aesthetics(scorer, images, benchmark, args.output_dir, size)
         del scorer
         release_memory()
     for judge, tasks in work.items():
         loaded = arguments.load_judge(args, *judge)
         for task in tasks:
-            task(loaded, found, benchmark, args.output_dir, size)
+            task(loaded, images, benchmark, args.output_dir, size)
         del loaded
         release_memory()
 
 
 def _open_system(args: arguments.ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
-    other = Path(folder) / _ELSEWHERE
-    elsewhere = read_record(other).get("images")
-    found, settings = _find_images(args, folder, benchmark, elsewhere)
+    record_file = Path(folder) / _ELSEWHERE
+    elsewhere = read_record(record_file).get("images")
+    images, settings = _find_images(args, folder, benchmark, elsewhere)
     if not settings:
-        return benchmarks.System(role, Path(cast(str, elsewhere)).name, found, Path(folder))
+        return benchmarks.System(role, Path(cast(str, elsewhere)).name, images, Path(folder))
     hidden = ("prompts", "benchmark", "adapter_weights", "model_files")
     shown = {name: value for name, value in settings.items() if name not in hidden}
     shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
-    return benchmarks.System(role, shown["adapter"] or shown["model"], found, Path(folder), shown)
+    return benchmarks.System(role, shown["adapter"] or shown["model"], images, Path(folder), shown)
 
 
 def _find_trained_on(args: arguments.ReportArguments, benchmark: Dataset) -> dict | None:

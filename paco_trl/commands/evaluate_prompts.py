@@ -67,7 +67,7 @@ from .script_arguments import (
 
 
 # Row of the prompt and number of the image
-Place = tuple[int, int]
+ImageIndex = tuple[int, int]
 
 
 def evaluate_prompts(args: PromptsArguments) -> None:
@@ -117,8 +117,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         for name, adapter, trained in zip(folders, [None, *adapters], [base, *tuned], strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": trained.weights["adapter_weights"]}
             folder = StageFolder(output_dir / name, settings | weights).images
-            places = itertools.product(range(len(rows)), range(args.num_generations))
-            files = {(row, image): folder / str(row) / f"{image}.png" for row, image in places}
+            indices = itertools.product(range(len(rows)), range(args.num_generations))
+            files = {(row, image): folder / str(row) / f"{image}.png" for row, image in indices}
             if not all(path.exists() for path in files.values()):
                 _generate(trained, settings, rows, files, accelerator)
                 gc.collect()
@@ -150,9 +150,9 @@ def _read_systems(args: PromptsArguments) -> list[Trained]:
     first = (
         read_adapter(adapters[0], model, **options) if adapters else read_pipeline(model or DEFAULT_MODEL, **options)
     )
-    others = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
-    tuned = [first, *others] if adapters else []
-    systems = [replace(first, adapter=each.adapter, lora=each.lora, transformer=each.transformer) for each in tuned]
+    more = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
+    tuned = [first, *more] if adapters else []
+    systems = [replace(first, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in tuned]
     if is_buildable(first.model, first.where, None):
         for system in systems:
             pipeline = load_without_weights(first.model, {"default": torch.float32}, encodes=False, **first.where)
@@ -215,11 +215,11 @@ def _generate(trained: Trained, settings: dict, rows: PromptRows, files: dict, a
 
 
 def _score(
-    rewards: Rewards, rows: PromptRows, files: Mapping[Place, Path], folder: Path
+    rewards: Rewards, rows: PromptRows, files: Mapping[ImageIndex, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
     """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
-    places = {f"{row}/{image}": (row, image) for row, image in files}
-    digests = {key: hashlib.sha256(files[place].read_bytes()).hexdigest() for key, place in places.items()}
+    indices = {f"{row}/{image}": (row, image) for row, image in files}
+    digests = {key: hashlib.sha256(files[index].read_bytes()).hexdigest() for key, index in indices.items()}
     values: dict[str, dict[Unit, float]] = {}
     for index, name in enumerate(rewards.names):
         with (
@@ -231,19 +231,19 @@ def _score(
             pending = set(store.pending)
             batches = [store.pending[i : i + IMAGES_PER_CALL] for i in range(0, len(pending), IMAGES_PER_CALL)]
             if rewards.compares_group[index]:  # all images of a prompt
-                batches = [list(keys) for _, keys in itertools.groupby(places, key=lambda key: places[key][0])]
+                batches = [list(keys) for _, keys in itertools.groupby(indices, key=lambda key: indices[key][0])]
                 batches = [keys for keys in batches if not pending.isdisjoint(keys)]
             for keys in batches:
                 batch = []
                 for key in keys:
-                    row = rows.row(places[key][0])
-                    with Image.open(files[places[key]]) as image:
+                    row = rows.row(indices[key][0])
+                    with Image.open(files[indices[key]]) as image:
                         panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
                         batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
                 columns = {column: [row[column] for row in batch] for column in batch[0] if column != "prompt"}
                 scores = rewards.call(
                     index, prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
-                    num_generations=len(places) // len({row for row, _ in files}),
+                    num_generations=len(indices) // len({row for row, _ in files}),
                     log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
                 )  # fmt: skip
                 scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
@@ -254,8 +254,8 @@ def _score(
                 ]
                 store.append(*records)
                 progress.update(len(records))
-            found = {key: record["score"] for key, record in store.finish().items()}
-        values[name] = {places[key]: math.nan if score is None else score for key, score in found.items()}
+            stored = {key: record["score"] for key, record in store.finish().items()}
+        values[name] = {indices[key]: math.nan if score is None else score for key, score in stored.items()}
     return values
 
 
@@ -277,7 +277,7 @@ def _results(
             if count
         ]
         if "sum" in labels:
-            values["sum"] = {place: sum(values[reward][place] for reward in names) for place in system["files"]}
+            values["sum"] = {index: sum(values[reward][index] for reward in names) for index in system["files"]}
     lines = [
         Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
     ]

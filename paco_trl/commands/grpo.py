@@ -31,27 +31,29 @@ from .script_arguments import (
 )
 
 
-def _fitting(defaults: dict[str, Any], hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
+def _fitting(defaults: dict[str, Any], hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of a family for options that are not given."""
-    if given.get("edits") is False:  # they are for edits
+    if options.get("edits") is False:  # they are for edits
         return {}
     # Stochastic steps are indices of the family's number of steps
-    left_out = (*given, *hidden, *(["sde_steps"] if "num_inference_steps" in given else []))
+    left_out = (*options, *hidden, *(["sde_steps"] if "num_inference_steps" in options else []))
     return {option: value for option, value in defaults.items() if option not in left_out}
 
 
-def family_defaults(prog: str, hidden: Collection[str], given: dict[str, Any]) -> dict[str, Any]:
+def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of the model's family for options that are not given, and say them."""
     from ..rollout.families import FAMILIES, Family
     from ..rollout.loading import read_index
 
-    kwargs = given.get("model_init_kwargs") or {}
+    kwargs = options.get("model_init_kwargs") or {}
     try:
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     except ValueError as error:
         raise ValueError(f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}.") from error
-    name = str(read_index(given.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"])
-    defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, given)
+    name = str(
+        read_index(options.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"]
+    )
+    defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, options)
     if defaults and os.environ.get("RANK", "0") == "0":
         listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
         say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
@@ -72,7 +74,7 @@ def parser_of(*kinds: type | str, prog: str, **kwargs) -> CommandParser:
 
     return CommandParser(
         kinds, hidden, is_launched=True, presets=partial(family_defaults, prog, hidden), foreign=foreign,
-        known_presets=lambda given: [_fitting(defaults, hidden, given) for defaults in families], check=check_options,
+        known_presets=lambda options: [_fitting(defaults, hidden, options) for defaults in families], check=check_options,
         prog=prog, **kwargs,
     )  # fmt: skip
 

@@ -153,18 +153,18 @@ def _launch(command: str, words: list[str]) -> None:
         return
     if number is not None and number < 1:
         raise ValueError(f"`--num_processes` is {number}; it must be at least 1.")
-    given = []
+    flags = []
     if file is not None:
-        given.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")
+        flags.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")
     if number is not None:
-        given.append(f"--num_processes={number}")
+        flags.append(f"--num_processes={number}")
     if file is None and number > 1:
-        given.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
+        flags.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
     # Of torchrun, which the launcher uses: it passes these on (torch 2.9 and later; before, SIGTERM alone)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")  # seconds for an optimizer step and a checkpoint, not 30
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
-    words = ["accelerate.commands.launch", *given, "-m", "paco_trl.commands.main", command, *rest]
+    words = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
@@ -191,9 +191,9 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         sys.stdout.write((import_module("paco_trl").__version__ if "--version" in arguments else _usage()) + "\n")
         return 0
     if not arguments or arguments[0] not in COMMANDS:
-        found = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
+        reason = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
         near = "".join(f" Did you mean `{known}`?" for known in get_close_matches("".join(arguments[:1]), COMMANDS, 1))
-        sys.stderr.write(f"{_usage()}\n\npaco-trl: {found}; it must be one of: {', '.join(COMMANDS)}.{near}\n")
+        sys.stderr.write(f"{_usage()}\n\npaco-trl: {reason}; it must be one of: {', '.join(COMMANDS)}.{near}\n")
         return 2
     command, *words = arguments
 

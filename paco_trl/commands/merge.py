@@ -86,9 +86,9 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
         base, revision=revision, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
     network = _merge_layers(load_judge_adapter(network, adapter))
-    has_own = has_processor(adapter)
+    in_adapter = has_processor(adapter)
     processor = AutoProcessor.from_pretrained(
-        adapter if has_own else base, revision=None if has_own else revision, trust_remote_code=False
+        adapter if in_adapter else base, revision=None if in_adapter else revision, trust_remote_code=False
     )
     network.save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -125,7 +125,7 @@ def main_serve(arguments: list[str]) -> None:
         usage="paco-trl serve [options] [-- options of vllm serve]",
         description="Starts vLLM for a judge. The process becomes that of vLLM.",
     )
-    place = [*arguments, "--"].index("--")
-    (args,) = parser.parse_args_and_config(arguments[:place])
-    args.vllm_args += arguments[place + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
+    separator = [*arguments, "--"].index("--")
+    (args,) = parser.parse_args_and_config(arguments[:separator])
+    args.vllm_args += arguments[separator + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
     work_of("serve", "serve")(args)

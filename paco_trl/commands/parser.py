@@ -120,24 +120,24 @@ def describe(kind: type) -> dict[str, dict[str, Any]]:
     for known in [known for known in fields(kind) if known.init]:
         hint = hints[known.name]
         types = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
-        found: dict[str, Any] = {"nullable": True} if NoneType in types else {}
-        types = tuple(each for each in types if each is not NoneType)
-        names = [each for each in types if isinstance(each, type) and issubclass(each, Enum)]
-        names = names or [each for each in types if get_origin(each) is Literal and str not in types]
+        option: dict[str, Any] = {"nullable": True} if NoneType in types else {}
+        types = tuple(member for member in types if member is not NoneType)
+        names = [member for member in types if isinstance(member, type) and issubclass(member, Enum)]
+        names = names or [member for member in types if get_origin(member) is Literal and str not in types]
         if names:
-            found["choices"] = [getattr(value, "value", value) for value in get_args(names[0]) or names[0]]
+            option["choices"] = [getattr(value, "value", value) for value in get_args(names[0]) or names[0]]
         elif str not in types and get_origin(types[0]) is list:
-            found |= {"nargs": "+", "type": get_args(types[0])[0].__name__}
+            option |= {"nargs": "+", "type": get_args(types[0])[0].__name__}
         elif str not in types and types[0] in (bool, int, float):
-            found["type"] = types[0].__name__
+            option["type"] = types[0].__name__
         default = known.default if known.default_factory is MISSING else known.default_factory()
         if default is MISSING:
-            found["required"] = True
+            option["required"] = True
         elif default is not None:
-            found["default"] = getattr(default, "value", default)
+            option["default"] = getattr(default, "value", default)
         if known.name in limited:
-            found["choices"] = [value for value in limited[known.name] if not isinstance(value, bool)]
-        options[known.name] = found | known.metadata
+            option["choices"] = [value for value in limited[known.name] if not isinstance(value, bool)]
+        options[known.name] = option | known.metadata
     return options
 
 
@@ -200,7 +200,7 @@ class CommandParser(argparse.ArgumentParser):
         # What must be set, what usually is, the package's other options, and those of TRL and transformers
         titles = ("required", "usual options", "options", "options of TRL and transformers")
         self.sections: dict[str, list[argparse.Action]] = {title: [] for title in titles}
-        self.required, usual, package, others = self.sections.values()
+        self.required, usual, package, library = self.sections.values()
         package.append(self.add_argument("-h", "--help", action="help", help="Show these options."))
         if is_launched:  # by `main`, before the options are parsed
             options["num_processes"] = {"help": "Start that many processes, one for each GPU."}
@@ -210,7 +210,9 @@ class CommandParser(argparse.ArgumentParser):
             action = self._add_option(name, option)
             is_usual = bool(libraries) and name in _USUAL
             is_required = option.get("required", False)
-            section = self.required if is_required else usual if is_usual else others if name in libraries else package
+            section = (
+                self.required if is_required else usual if is_usual else library if name in libraries else package
+            )
             section.append(action)
             if name in hidden or name == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
@@ -272,9 +274,9 @@ class CommandParser(argparse.ArgumentParser):
         What contradicts the command line in the file is left out, in one line. The command's own dataclasses get
         `typed`, the options that the user gave, on the command line or in a file that is no recipe of the package.
         """
-        typed, defaults, given, left_out, chosen, recipe = self.read(sys.argv[1:] if args is None else args)
+        typed, defaults, in_file, left_out, chosen, recipe = self.read(sys.argv[1:] if args is None else args)
         presets = {} if self.presets is None else self.presets(defaults | typed)
-        defaults, given = presets | defaults, presets | given
+        defaults, in_file = presets | defaults, presets | in_file
 
         def find(options: dict[str, Any]) -> list[str]:
             return [*errors_of(self._build, options, chosen)]
@@ -285,7 +287,7 @@ class CommandParser(argparse.ArgumentParser):
             left_out |= (conflicts := self._settle(find, typed, defaults))
             parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, chosen)
         for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
-            listed = ", ".join(f"{name}={shorten(given[name])}" for name in left_out if left_out[name] == by)
+            listed = ", ".join(f"{name}={shorten(in_file[name])}" for name in left_out if left_out[name] == by)
             say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
         return parsed
 
@@ -306,31 +308,31 @@ class CommandParser(argparse.ArgumentParser):
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
         self.errors = []
-        typed, given = self._parse(words), self._read(config, recipe)
+        typed, in_file = self._parse(words), self._read(config, recipe)
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
-        left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if given.get(name) != "steps"}
-        left_out |= self.foreign(given)
-        left_out = {name: by for name, by in left_out.items() if name in given and name not in typed}
-        defaults = {name: value for name, value in given.items() if name not in left_out}
-        chosen = {*typed} if recipe else {*typed, *given}
+        left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if in_file.get(name) != "steps"}
+        left_out |= self.foreign(in_file)
+        left_out = {name: by for name, by in left_out.items() if name in in_file and name not in typed}
+        defaults = {name: value for name, value in in_file.items() if name not in left_out}
+        chosen = {*typed} if recipe else {*typed, *in_file}
         if self.errors:  # a misspelled option may be the one that is missing
             early = self._find_early(defaults | typed, chosen)
             refuse([*self.errors, *(error for error in early if not error.endswith("is required."))])
         left_out |= (conflicts := self._settle(lambda options: self._find_early(options, chosen), typed, defaults))
         defaults = {name: value for name, value in defaults.items() if name not in conflicts}
-        return typed, defaults, given, left_out, chosen, recipe
+        return typed, defaults, in_file, left_out, chosen, recipe
 
     def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[str]:
         """Find what is wrong whichever presets the model has, before a config is imported."""
         missing = [f"`--{action.dest}` is required." for action in self.required if options.get(action.dest) is None]
-        options, found = dict.fromkeys(action.dest for action in self.required) | options, []
+        options, by_preset = dict.fromkeys(action.dest for action in self.required) | options, []
         for preset in self.known_presets(options):
             try:
-                found.append([*self._find_errors(*self._fill(preset | options, chosen))])
+                by_preset.append([*self._find_errors(*self._fill(preset | options, chosen))])
             except ValueError as error:  # of a dataclass that checks itself
-                found.append([str(error)])
-        texts = [{_VALUES.sub("", error) for error in errors} for errors in found]
-        return [*missing, *(error for error in found[0] if _VALUES.sub("", error) in set.intersection(*texts))]
+                by_preset.append([str(error)])
+        texts = [{_VALUES.sub("", error) for error in errors} for errors in by_preset]
+        return [*missing, *(error for error in by_preset[0] if _VALUES.sub("", error) in set.intersection(*texts))]
 
     def _fill(self, options: dict[str, Any], chosen: Collection[str], is_built: bool = False) -> list[Any]:
         """Fill the dataclasses, and the configs or, before they are imported, what stands for them."""
@@ -389,14 +391,14 @@ class CommandParser(argparse.ArgumentParser):
         needed = {"use_cpu", *(action.dest for action in self.required)}
         logging.disable(logging.WARNING)  # of each trial
         try:
-            while found := {text: error for text, error in masked(typed, left).items() if text not in refused}:
-                text = next(iter(found))
+            while errors := {text: error for text, error in masked(typed, left).items() if text not in refused}:
+                text = next(iter(errors))
                 words = [name for name in typed if name not in needed]
                 by = next((name for name in words if text not in masked(_without(typed, name), left)), None)
-                given = [name for name in left if name not in typed]
-                name = next((name for name in given if text not in masked(typed, _without(left, name))), None)
+                from_file = [name for name in left if name not in typed]
+                name = next((name for name in from_file if text not in masked(typed, _without(left, name))), None)
                 if by is None or name is None:
-                    refused[text] = found[text]
+                    refused[text] = errors[text]
                 else:
                     conflicts[name], left = f"`--{by}`", _without(left, name)
             refuse(refused.values())
@@ -466,9 +468,11 @@ class CommandParser(argparse.ArgumentParser):
             if self.is_launched and option in ("--num_processes", "--accelerate_config"):
                 continue  # `main` has started them
             if action is None and recipe is not None:
-                other = "grpo" if "PaCoRewardConfig" in self.kinds else "reward"
-                what = f"which has no option `{name}`. Use it with `paco-trl {other}`"
-                raise ValueError(f"{recipe} is no recipe for `{self.prog}`, {what}.")
+                command = "grpo" if "PaCoRewardConfig" in self.kinds else "reward"
+                raise ValueError(
+                    f"{recipe} is no recipe for `{self.prog}`, which has no option `{name}`. Use it with `paco-trl "
+                    f"{command}`."
+                )
             if value is None and action is not None:
                 if action.dest not in self.nullable:
                     raise ValueError(f"`{name}` has no value in the file. Give it one, or leave the line out.")

@@ -87,7 +87,7 @@ def load_pairs(
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
-def check_options(script_args: ScriptArguments, *others: Any) -> Iterator[str]:
+def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[str]:
     """Find options for data of another kind."""
     yield from errors_of(check_dataset_name, script_args.dataset_name)
     if script_args.load_in_4bit and script_args.load_in_8bit:

@@ -37,8 +37,8 @@ class SampleGenerator:
         self.is_new_adapter = is_new_adapter
         self.sizes = Counter(self.rows.training_sizes)
         self.height, self.width = min(self.sizes, key=math.prod)
-        self.number = self.rows.training_sizes.index((self.height, self.width))
-        self.row = self.rows.row(self.number)
+        self.row_number = self.rows.training_sizes.index((self.height, self.width))
+        self.row = self.rows.row(self.row_number)
 
     def prepare(self) -> None:
         """Wrap the model as training does: train mode, checkpointing, autocast, DDP."""
@@ -76,16 +76,16 @@ class SampleGenerator:
     def _plan(self, num_generations: int) -> Round:
         """Return a round of the row, with the noise of the first round of training."""
         key = (self.args.seed, STREAMS["training"], 0)
-        return Round(self.rows, [self.number], num_generations, key, self.rows.training_sizes)
+        return Round(self.rows, [self.row_number], num_generations, key, self.rows.training_sizes)
 
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
         _, class_name = self.pipeline.config["scheduler"]
         where = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
-        own = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
+        scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
 
-        def with_own_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
-            arguments, _, sources = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.number][0]])
+        def with_loaded_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
+            arguments, _, sources = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])
             images = [source.image for source in sources]
             with self.family.generation_context(self.pipeline, images):
                 self.pipeline(
@@ -100,11 +100,11 @@ class SampleGenerator:
         adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
         replaced = self.pipeline.scheduler
         object.__setattr__(
-            self.pipeline, "scheduler", own
+            self.pipeline, "scheduler", scheduler
         )  # past DiffusionPipeline.__setattr__, as the policy does it
         try:
             with adapter_off:
-                return self._generate(with_own_scheduler)
+                return self._generate(with_loaded_scheduler)
         finally:
             object.__setattr__(self.pipeline, "scheduler", replaced)
 
@@ -121,8 +121,8 @@ class SampleGenerator:
 
     def _encode(self) -> EncodedRows:
         scale = self.args.resolution_scale
-        self.policy.encoder.encode(self.rows, [self.number], scale)
-        return self.policy.encoder.fetch(self._plan(1), [self.number], scale)
+        self.policy.encoder.encode(self.rows, [self.row_number], scale)
+        return self.policy.encoder.fetch(self._plan(1), [self.row_number], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Keep what the last step of the scheduler returns: the 8 bits per channel of an image hide differences."""

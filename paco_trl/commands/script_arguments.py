@@ -135,13 +135,13 @@ def _with_judge(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
 
 
-def check_options(script_args: ScriptArguments, training_args: Any, *others: Any) -> Iterator[str]:
+def check_options(script_args: ScriptArguments, training_args: Any, *configs: Any) -> Iterator[str]:
     """Find options that contradict one another, or that were typed and would do nothing."""
     lora, is_full = ("lora_r", "lora_alpha", "lora_target_modules"), not script_args.use_peft
     if is_full and script_args.adapter is not None:
         yield "`--adapter` and `--use_peft False`, which trains all weights, exclude each other."
-    elif is_full and (given := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
-        yield f"{', '.join(given)} would do nothing with `--use_peft False`. Leave it out."
+    elif is_full and (flags := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
+        yield f"{', '.join(flags)} would do nothing with `--use_peft False`. Leave it out."
     # A config that is not built yet has none
     is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
     how = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
@@ -156,11 +156,11 @@ def check_options(script_args: ScriptArguments, training_args: Any, *others: Any
     yield from unknown or errors_of(check_reward_options, script_args)
     yield from errors_of(_check_weights, script_args, training_args)
     for name in [] if unknown else [*script_args.rewards, *(script_args.eval_rewards or ())]:
-        yield from errors_of(_find_reward, name) if _is_own(name) else ()
-    given = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
-    if given and training_args.eval_strategy == "no" and not training_args.eval_on_start:
-        yield f"{given[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
-    if not given:
+        yield from errors_of(_find_reward, name) if _is_user_reward(name) else ()
+    flags = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
+    if flags and training_args.eval_strategy == "no" and not training_args.eval_on_start:
+        yield f"{flags[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
+    if not flags:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
         yield from errors_of(refuse_unused, script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
     if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
@@ -279,17 +279,17 @@ def check_rewards(script_args: ScriptArguments, training_args: "PaCoGRPOConfig")
     _check_weights(script_args, training_args)
     names = script_args.rewards
     for name in (*names, *(script_args.eval_rewards or ())):
-        if _is_own(name) and not has_model(name):
+        if _is_user_reward(name) and not has_model(name):
             check_reward_functions([_find_reward(name)])
 
 
-def _is_own(name: str) -> bool:
+def _is_user_reward(name: str) -> bool:
     return name not in _REWARDS and not name.startswith(_RUBRIC)
 
 
 def has_model(name: str) -> bool:
     """Tell whether loading a reward may load the weights of a model, as that of a class of the user's may."""
-    return isinstance(_find_reward(name), type) if _is_own(name) else name not in _WITHOUT_MODEL
+    return isinstance(_find_reward(name), type) if _is_user_reward(name) else name not in _WITHOUT_MODEL
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -344,9 +344,9 @@ def _find_reward(path: str) -> Callable:
     if not name and len(defined) == 1:
         (name,) = defined
     if not hasattr(module, name):
-        found = f"has {len(defined)} functions and classes" if not name else f"has no reward `{name}`"
+        reason = f"has {len(defined)} functions and classes" if not name else f"has no reward `{name}`"
         named = [f"`{where}:{key}`" for key in defined or ["my_reward"]]
-        raise ValueError(f"'{where}' {found}. Name one: {', '.join(named)}.")
+        raise ValueError(f"'{where}' {reason}. Name one: {', '.join(named)}.")
     reward = getattr(module, name)
     if not callable(reward):
         raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
@@ -425,7 +425,7 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
-    functions = [_find_reward(name) for name in script_args.rewards if _is_own(name) and not has_model(name)]
+    functions = [_find_reward(name) for name in script_args.rewards if _is_user_reward(name) and not has_model(name)]
     check_columns(functions, dataset, "the dataset")
 
 

@@ -92,7 +92,7 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
                 "space", "The adapter names no judge on the Hub, so the app does not score. `--judge_model` names one."
             )
     trained = card.settings
-    found = {
+    settings = {
         "num_inference_steps": card.call.get(
             "num_inference_steps", trained.get("num_inference_steps")
         ),  # of an evaluation
@@ -107,8 +107,8 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
     if trained.get("set_layout") == SEPARATE:
         from ..image_benchmarks.comparison_app import MAX_PIXELS
 
-        found |= {name: trained.get(name) for name in ("panel_template", "panel_generation")}
-        found["panel_template"] = trained.get("panel_template") or PANEL_TEMPLATE
+        settings |= {name: trained.get(name) for name in ("panel_template", "panel_generation")}
+        settings["panel_template"] = trained.get("panel_template") or PANEL_TEMPLATE
         sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL) * (width or _PANEL)
         sets = [row for row in arrange_sets(sets, SEPARATE) if row["cols"] * pixels <= MAX_PIXELS]
         if not sets:
@@ -128,7 +128,7 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
         "adapter": adapter,
         "judge": judge and _usable(judge),
         "title": card.title,
-        **{name: value for name, value in found.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
         "prompts": prompts[:NUM_PROMPTS],
         "layout": layout,
         "panel_size": (height // rows if height else _PANEL, width // cols if width else _PANEL),
