@@ -102,7 +102,7 @@ def serve(args: ServeArguments) -> None:
         if os.environ.get(API_KEY_VARIABLE):
             guard = "The key guards the addresses below /v1, and not all others that vLLM has."
         say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
-    from ..rewards.paco_reward import question_of  # takes seconds
+    from ..rewards.judge import question_of  # takes seconds
 
     command = serve_command(args, os.path.abspath(executable))
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"

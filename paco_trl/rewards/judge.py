@@ -20,9 +20,10 @@ from scipy.special import expit, logsumexp
 
 from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
+from ..utils.files import find_model_file, read_record
 from ..utils.images import check_text, data_url, load_image, patch_size_of
 from ..utils.names import public_name
-from ..utils.text import shorten
+from ..utils.text import is_text, shorten
 
 
 if TYPE_CHECKING:
@@ -349,7 +350,7 @@ class ServedJudge:
         roots = [root for root in named if "/" in root]  # a Hub id, or a path
         for root in roots:
             with suppress(OSError, ValueError, ImportError):
-                self.question = self.question or await asyncio.to_thread(_read_question, root)
+                self.question = self.question or await asyncio.to_thread(question_of, root)
                 return await asyncio.to_thread(_read_patch_size, root)
         model = " and ".join(map(repr, roots)) or "its model, which the server does not name,"
         logger.warning(
@@ -446,10 +447,12 @@ class ServedJudge:
         }
 
 
-def _read_question(model: str) -> str | None:
-    from .paco_reward import question_of  # takes seconds
-
-    return question_of(model)
+def question_of(model: str, **hub_kwargs) -> str | None:
+    """Return the question that was saved with a judge, if all pairs that it was trained on had the same."""
+    path = find_model_file(model, "paco_trl.json", _raise_exceptions_for_connection_errors=False, **hub_kwargs)
+    settings = read_record(path).get("settings") if path else None
+    question = settings.get("question") if isinstance(settings, dict) else None
+    return question if is_text(question) else None
 
 
 def _read_patch_size(model: str) -> int:

@@ -30,12 +30,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, find_model_file, hub_arguments, read_record, reading
+from ..utils.files import find_adapter_file, find_model_file, hub_arguments, reading
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import find_control_tokens, load_image, patch_size_of, to_device, tower_arguments
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
-from ..utils.text import is_text
 from .judge import (
     LEAST_MASS,
     SPACES,
@@ -49,6 +48,7 @@ from .judge import (
     digits_of,
     expected_rating,
     image_key,
+    question_of,
     score_both_orders,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
@@ -591,14 +591,6 @@ def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
 def has_processor(model: str, **hub_kwargs) -> bool:
     """Return whether a model or adapter (Hub id or directory) comes with a processor."""
     return any(find_model_file(model, name, **hub_kwargs) is not None for name in PROCESSOR_FILES)
-
-
-def question_of(model: str, **hub_kwargs) -> str | None:
-    """Return the question that was saved with a judge, if all pairs that it was trained on had the same."""
-    path = find_model_file(model, "paco_trl.json", _raise_exceptions_for_connection_errors=False, **hub_kwargs)
-    settings = read_record(path).get("settings") if path else None
-    question = settings.get("question") if isinstance(settings, dict) else None
-    return question if is_text(question) else None
 
 
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
