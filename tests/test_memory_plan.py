@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from datasets import Dataset, concatenate_datasets
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from peft import LoraConfig
@@ -17,6 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, AutoModelForImageTextToText
 
 import tiny_models
 from paco_trl import PaCoRewardConfig
@@ -24,6 +26,7 @@ from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
+from paco_trl.planning.known_models import readable_model
 from paco_trl.planning.memory import (
     LiveBytes,
     affine,
@@ -34,6 +37,9 @@ from paco_trl.planning.memory import (
     training_parts,
     weights_bytes,
 )
+from paco_trl.rewards.paco_reward import read_judge_config
+from paco_trl.rollout import family_of
+from paco_trl.rollout.loading import load_without_weights, prepare_transformer
 from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
 from testing_utils import entries_of
 
@@ -348,3 +354,49 @@ def test_a_list_of_blocks_that_has_none():
     with shortened(model) as ((blocks, left_out),):
         assert (blocks, left_out) == (list(model["many"][1:]), 6)
     assert len(model["many"]) == 9
+
+
+class TestKnownModels:
+    """Planned where the Hub cannot be reached; their weights are counted by what the published ones have."""
+
+    @pytest.mark.parametrize(
+        "model, transformer, text_encoders, adapter",
+        [
+            ("black-forest-labs/FLUX.1-dev", 11_901_408_320, 123_060_480 + 4_762_310_656, 179_306_496),
+            ("black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, None),
+        ],
+    )
+    def test_a_pipeline(self, tmp_path, model, transformer, text_encoders, adapter):
+        count = lambda part: sum(weight.numel() for weight in part.parameters())  # noqa: E731
+        folder = readable_model(model, str(tmp_path))
+        pipeline = load_without_weights(folder, {"default": torch.bfloat16})
+        family = family_of(pipeline)
+        assert count(pipeline.transformer) == transformer
+        assert sum(count(getattr(pipeline, name)) for name in family.text_encoders) == text_encoders
+        assert family.text_encoders and not family.is_truncated(pipeline, "A fox through the four seasons")
+        if adapter is not None:  # of rank 64, on 342 layers
+            with init_empty_weights():
+                adapted = prepare_transformer(pipeline, family, LoraConfig(r=64), False)
+            assert sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad) == adapter
+
+    @pytest.mark.parametrize(
+        "model, kind, weights",
+        [
+            ("X-GenGroup/PaCo-Reward-7B", AutoModelForImageTextToText, 8_292_166_656),
+            ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", AutoModel, 986_109_441),
+        ],
+    )
+    def test_a_model_of_a_reward(self, tmp_path, model, kind, weights):
+        with init_empty_weights():
+            found = kind.from_config(read_judge_config(readable_model(model, str(tmp_path))))
+        assert sum(weight.numel() for weight in found.parameters()) == weights
+
+    def test_a_plan_says_what_it_read(self, tmp_path, tiny_qwen, caplog):
+        args = PaCoRewardConfig(str(tmp_path), use_cpu=True)
+        assert readable_model(str(tiny_qwen), "") == str(tiny_qwen)
+        with pytest.raises(OSError, match="someone/judge"):
+            plan_memory("someone/judge", args)
+        assert not caplog.records
+        plan = plan_memory("Qwen/Qwen2.5-VL-7B-Instruct", args)
+        assert ["Qwen/Qwen2.5-VL-7B-Instruct" in record.message for record in caplog.records] == [True]
+        assert 15.4 * 2**30 < plan.phases[1].device["frozen weights"] < 15.5 * 2**30

@@ -36,7 +36,7 @@ from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset
+from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
 from . import reward
@@ -243,6 +243,8 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     functions = load_rewards(script_args)
     rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
+    if state.skips:  # the trainer, which says it, is not made
+        offload_models(args, rewards)
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
     finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
     if state.eval_reward_funcs is not None:

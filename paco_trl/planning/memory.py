@@ -4,8 +4,10 @@
 import copy
 import functools
 import inspect
+import logging
 import math
 import re
+import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +44,10 @@ from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
 from ..trainer.round_trainer import ROUNDS_AHEAD
 from ..utils.files import hub_arguments
+from .known_models import readable_model
 
+
+logger = logging.getLogger(__name__)
 
 # Fraction of a device that a plan may take: the rest is for CUDA, fragmentation, and what the plan leaves out
 USABLE = 0.9
@@ -689,14 +694,21 @@ def plan_memory(
     """
     run: ImageRun | JudgeRun
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
-    if isinstance(args, PaCoRewardConfig):
-        read_judge_config(model)
-        peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
-        run = JudgeRun(model, args, peft_config, judge_quantization)
-    else:
-        if train_dataset is None:
-            raise ValueError("The plan of an image model takes its prompts: pass them as `train_dataset`.")
-        run = ImageRun(model, args, peft_config, train_dataset, reward_models, judge_quantization)
+    with tempfile.TemporaryDirectory() as folder:
+        named = (model, *reward_models)
+        model, *reward_models = found = [readable_model(name, folder) for name in named]
+        if copied := ", ".join(sorted({*named} - {*found})):
+            logger.warning(
+                f"The configs of {copied} cannot be read from the Hub: the plan takes the package's copies."
+            )
+        if isinstance(args, PaCoRewardConfig):
+            read_judge_config(model)
+            peft_config = complete_peft_config(peft_config, model, None, args.trust_remote_code)
+            run = JudgeRun(model, args, peft_config, judge_quantization)
+        else:
+            if train_dataset is None:
+                raise ValueError("The plan of an image model takes its prompts: pass them as `train_dataset`.")
+            run = ImageRun(model, args, peft_config, train_dataset, reward_models, judge_quantization)
     return MemoryPlan(run, zero_stage=stage, **run.settings)
 
 

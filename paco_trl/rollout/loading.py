@@ -268,8 +268,8 @@ def load_without_weights(
         config = read(model, subfolder=name, **where)
         with init_empty_weights():
             part = (kind.from_config if is_diffusers else kind)(config)
-            if not is_diffusers:
-                part.tie_weights()
+        if not is_diffusers:
+            part.tie_weights()  # in the context each would be a weight of its own
         if part.dtype != (dtype := dtypes.get(name, dtypes["default"])):  # diffusers may warn of any `to`
             part.to(dtype)
         parts[name] = part.requires_grad_(False).eval()
