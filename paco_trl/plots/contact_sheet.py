@@ -56,18 +56,20 @@ def render_sheet(
     """Render rows of blocks of images, each 180 pixels wide for each of its `columns`, or of a sheet of some `width`."""
     cell = 180
     gap = letter * 2 // 3
+    is_wide = any(image and breadth(image) > 1 for _, blocks in rows for block in blocks for image, _ in block)
+    apart = 3 * gap if is_wide else gap  # sets are farther from each other than the images in them
     if width is not None:
-        cell = min((width - gap * (1 + len(blocks))) // sum(map(len, blocks)) - gap for _, blocks in rows)
+        cell = min((width - gap * (1 + len(blocks))) // sum(map(len, blocks)) - apart for _, blocks in rows)
     highest, cell = cell * 3 // 2, cell * columns
-    width = gap + max(sum(len(block) * (cell + gap) + gap for block in blocks) for _, blocks in rows)
+    width = gap + max(sum(len(block) * (cell + apart) + gap for block in blocks) for _, blocks in rows)
     rows = [*[(heading, [])] * bool(heading), *rows]
     strips = [Image.new("RGB", (width, gap), "white")]
-    strips += [_render_row(text, blocks, width, cell, highest, letter) for text, blocks in rows]
+    strips += [_render_row(text, blocks, width, cell, highest, letter, apart) for text, blocks in rows]
     return Image.fromarray(np.concatenate(list(map(np.asarray, strips))))
 
 
 def _render_row(
-    text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, highest: int, letter: int
+    text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, highest: int, letter: int, apart: int
 ) -> Image.Image:
     gap, line = letter * 2 // 3, letter * 3 // 2
     lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
@@ -87,7 +89,7 @@ def _render_row(
             for line_number, part in enumerate(caption.split("\n")):
                 top_center = (left + cell // 2, below + line_number * line + 2)
                 draw.text(top_center, part, "#333333", _font(part, letter), anchor="ma")
-            left += cell + gap
+            left += cell + apart
         left += gap
     return strip
 

@@ -30,7 +30,7 @@ def plot_calibration(p_yes: np.ndarray, is_yes: np.ndarray, title: str, ece: flo
     reliability.plot(*points, "o-", color="0.15", markersize=4, label=f"judge, ECE {ece:.3f}")
     reliability.set_ylabel("fraction of consistent pairs")
     reliability.set_ylim(-0.03, 1.03)
-    reliability.legend(loc="upper left", fontsize=8, frameon=False)
+    reliability.legend(loc="best", fontsize=8, frameon=False)
     reliability.set_title(title, fontsize=9, loc="left")
     edges = np.linspace(0, 1, 21)
     histogram.hist(p_yes[is_yes == 1], bins=edges, color=_CONSISTENT, alpha=0.6, label="consistent")
