@@ -409,6 +409,7 @@ class TestMemory:
         rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
         assert rows["memory"].verdict == "ok" and "The device has 24.0 GiB" in rows["memory"].finding
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
+        assert rows["rewards"].finding.startswith("Names, weights and columns fit.")
         assert "no weights are loaded" in rows["rewards"].finding
 
     @pytest.mark.parametrize(
@@ -416,6 +417,7 @@ class TestMemory:
         [
             (_REWARD, {}, None),
             (_REWARD, {"reward_weights": [1, 2]}, "`reward_weights`"),
+            (_REWARD, {"rewards": ["clip_t"], "reward_weights": [1, 2]}, "`reward_weights`"),
             (_REWARD, {"reward_required": [True, False]}, "`reward_required`"),
             (_REWARD.replace("prompts", "masks"), {}, "`masks`"),
             (_REWARD.replace(", **kwargs", ""), {}, "`**kwargs`"),
@@ -440,6 +442,10 @@ class TestMemory:
         assert len(failed) == (token is not None) and all(token in row.finding for row in failed)
         assert token or rows["rewards"].verdict == "ok" and "mine (weight 1)" in rows["rewards"].finding
         assert rows["model and adapter"].verdict in ("skipped", "failed")
+
+    def test_a_plan_says_that_nothing_is_offloaded(self, examine):
+        row = examine("rewards", words=["--device_memory", "24GiB"], offload_rewards=True)["rewards"]
+        assert row.verdict == "warning" and "`offload_rewards` has nothing" in row.advice
 
     def test_a_judge_that_is_an_image_pipeline(self, examine, tiny_flux, tmp_path, capsys):
         changes = {"rewards": ["consistency"], "judge_model": str(tiny_flux)}

@@ -239,7 +239,7 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     if state.train_dataset is not None:
         check_judged(script_args, state.train_dataset)
     if state.skips and any(map(has_model, [*script_args.rewards, *(script_args.eval_rewards or ())])):
-        return Row(SKIPPED, state.skips)
+        return Row(SKIPPED, f"Names, weights and columns fit. {state.skips}")
     functions = load_rewards(script_args)
     rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
