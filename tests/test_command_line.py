@@ -242,7 +242,10 @@ class TestOptions:
             ),
             ("--max_steps many --datset_name a --lern 3 --seed=x", "--max_steps `--dataset_name` --lern --seed"),
             ("--sde_steps 1 9 --tail_steps 9 --dataset_name no.txt --rewards clip", "sde_steps no.txt `clip_t`"),
-            ("--config flux.1-dev-24gb --height 0 --adapter a --use_peft False", "height --adapter --dataset_name"),
+            (
+                "--config flux.1-dev-24gb --height 0 --adapter user/a --use_peft False",
+                "height --adapter --dataset_name",
+            ),
         ],
     )
     def test_all_that_is_wrong_is_said_at_once(self, words, tokens, capsys):
@@ -291,6 +294,18 @@ class TestOptions:
             CommandParser(Arguments).parse_args_and_config(words)
 
 
+WRONG = (
+    *("grpo", "doctor grpo --lora_r 0", "grpo --rewards reednes --dataset_name demo", "grpo --dataset_name no.txt"),
+    *("grpo --dataset_name demo --report_to wandbb", "nft --config paco-flux.1-dev --dataset_name demo --nft_beta 0"),
+    *("reward --max_length 0", "reward --config paco-flux.1-dev", "grpo --dataset_name demo --adapter no"),
+    *("evaluate prompts --dataset_name no.txt", "evaluate prompt", "build grid", "build grids --seeds a"),
+    *("push no", "merge a", "merge no --output_dir x", "space no", "serve --vllm /no/vllm"),
+)
+AT_ONCE = [*WRONG, *(f"{name} --help" for name in main.COMMANDS), "doctor nft --help", "grpo --help all"]
+AT_ONCE += [f"evaluate {name} --help" for name in evaluate_arguments.STAGES]
+AT_ONCE += [f"build {name} --help" for name in build_arguments.STAGES]
+
+
 class TestDescribedOptions:
     """The command line parses and refuses before torch and the configs are imported."""
 
@@ -302,36 +317,17 @@ class TestDescribedOptions:
         assert file.read_text() == config_options.text(), "`make options` writes it"
 
     def test_nothing_that_takes_seconds_is_imported(self):
-        commands = [
-            *(f"{name} --help" for name in main.COMMANDS),
-            "doctor nft --help",
-            "grpo --help all",
-            "push no --priv",
-        ]
-        commands += [f"evaluate {name} --help" for name in evaluate_arguments.STAGES]
-        commands += [f"build {name} --help" for name in build_arguments.STAGES]
-        commands += [
-            "grpo",
-            "doctor grpo --lora_r 0",
-            "grpo --rewards reednes --dataset_name demo",
-            "reward --max_length 0",
-        ]
-        commands += ["nft --config paco-flux.1-dev --dataset_name demo --nft_beta 0", "grpo --dataset_name no.txt"]
-        commands += [
-            "evaluate prompts --dataset_name no.txt",
-            "evaluate prompts --rewards clip",
-            "merge a",
-            "build grid",
-        ]
-        code = (
-            f"import sys\nfrom paco_trl.commands.main import main\nfor command in {commands}: main(command.split())\n"
-        )
+        code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {AT_ONCE}: main(words.split())\n"
         code += (
             "print(*({'torch', 'transformers', 'diffusers', 'trl', 'datasets', 'numpy'} & sys.modules.keys()), 'end')"
         )
         # The launcher of other tests forks from a process that has them
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "end"
+        said = done.stderr.splitlines()
+        assert "Traceback" not in done.stderr and len([line for line in said if line.startswith("paco-trl ")]) == len(
+            WRONG
+        )
 
     def test_the_help_is_short(self, capsys):
         for command in ("grpo", "nft", "reward", "doctor grpo"):

@@ -125,7 +125,7 @@ def test_exit_code_and_table(make_arguments, capsys, monkeypatch):
     assert main(["doctor", "grpo", *make_arguments(num_generations=1)]) == 1  # at once
     shown = capsys.readouterr()
     assert "must be at least 2" in shown.err and shown.out == ""
-    assert main(["doctor", "grpo", *make_arguments(report_to="nothing")]) == 1
+    assert main(["doctor", "grpo", *make_arguments(attention_backend="nothing")]) == 1
     shown = capsys.readouterr().out
     assert "'nothing'" in shown
     assert "needs: configuration" in shown

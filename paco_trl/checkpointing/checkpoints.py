@@ -295,8 +295,6 @@ def load_round(checkpoint: Path, process_index: int, device: torch.device, is_of
 
 def find_saved_model(folder: Path) -> Path:
     """Find the newest model of an output directory: itself, or its latest complete checkpoint if that was saved later."""
-    if not folder.is_dir():
-        raise ValueError(f"'{folder}' is not a directory. Give the output directory of a run, or a checkpoint.")
     models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
     models = [*[folder] * _is_complete(folder), *models]
     if not models:

@@ -23,7 +23,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .parser import option, run_stage
-from .script_arguments import check_stage
+from .script_arguments import check_names
 
 
 if TYPE_CHECKING:
@@ -210,4 +210,4 @@ STAGES = {
 
 def main(words: list[str]) -> int:
     """Run a stage."""
-    return run_stage(words, STAGES, "build", __doc__, check_stage)
+    return run_stage(words, STAGES, "build", __doc__, check_names)

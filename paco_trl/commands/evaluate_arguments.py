@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
 from .build_arguments import DTYPES, PIPELINE_QUANTIZATION, QUANTIZATION_NAMES, PipelineArguments, RequestArguments
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, run_stage
-from .script_arguments import PromptDataArguments, RewardOptions, check_stage
+from .script_arguments import PromptDataArguments, RewardOptions, check_names
 
 
 if TYPE_CHECKING:
@@ -271,4 +271,4 @@ STAGES = {
 
 def main(words: list[str]) -> int:
     """Run a stage."""
-    return run_stage(words, STAGES, "evaluate", __doc__, check_stage, positional={"images": "benchmark"})
+    return run_stage(words, STAGES, "evaluate", __doc__, check_names, positional={"images": "benchmark"})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of the commands that take a trained model; what they do is imported after they are parsed."""
 
+import os
 import runpy
 import shlex
 import sys
@@ -9,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from ..utils.names import repository
 from .main import say
 from .parser import CommandParser, option, work_of
+from .script_arguments import check_names
 
 
 # Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
@@ -24,6 +26,12 @@ class PushArguments:
     hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
     private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
     hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
+
+    def __post_init__(self):
+        if self.folder is not None and not os.path.isdir(self.folder):
+            raise ValueError(
+                f"'{self.folder}' is not a directory. Give the output directory of a run, or a checkpoint."
+            )
 
 
 @dataclass
@@ -91,6 +99,7 @@ def main_merge(arguments: list[str]) -> int:
     parser = CommandParser(
         MergeArguments,
         positional="adapter",
+        check=check_names,
         prog="paco-trl merge",
         usage="paco-trl merge ADAPTER --output_dir DIRECTORY [options]",
         description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
@@ -103,9 +112,8 @@ def main_merge(arguments: list[str]) -> int:
 
 def main_space(arguments: list[str]) -> int:
     """Run `paco-trl space`."""
-    (args,) = CommandParser(SpaceArguments, positional="adapter", prog="paco-trl space").parse_args_and_config(
-        arguments
-    )
+    parser = CommandParser(SpaceArguments, positional="adapter", check=check_names, prog="paco-trl space")
+    (args,) = parser.parse_args_and_config(arguments)
     folder = work_of("space", "write_space")(args)
     sys.stdout.write(f"{folder}\n")
     if args.launch:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.names import check_dataset_name
 from ..utils.option_checks import errors_of
 from .parser import CommandParser, option, refuse_unused
+from .script_arguments import check_names
 
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def load_pairs(
 
 def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[str]:
     """Find options for data of another kind."""
-    yield from errors_of(check_dataset_name, script_args.dataset_name)
+    yield from check_names(script_args)
     if script_args.load_in_4bit and script_args.load_in_8bit:
         yield "`--load_in_4bit` and `--load_in_8bit` exclude each other."
     if script_args.eval_split is not None and script_args.dataset_split is None:

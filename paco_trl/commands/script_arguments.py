@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
-from ..utils.names import check_dataset_name
+from ..utils.names import check_adapter_name, check_dataset_name, check_model_name
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
 
@@ -147,16 +147,15 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     how = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
     yield from errors_of(check_quantization, *how)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
-    for name in (script_args.dataset_name, script_args.eval_dataset_name, script_args.exclude_dataset_name):
-        yield from errors_of(check_dataset_name, name)
+    yield from check_names(script_args)
     yield from errors_of(check_data_options, script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield "The reward `edit` is for `--edits`: instructions with source images."
-    unknown = [*errors_of(check_reward_names, script_args)]
-    yield from unknown or errors_of(check_reward_options, script_args)
     yield from errors_of(_check_weights, script_args, training_args)
-    for name in [] if unknown else [*script_args.rewards, *(script_args.eval_rewards or ())]:
-        yield from errors_of(_find_reward, name) if _is_user_reward(name) else ()
+    if not [*errors_of(check_reward_names, script_args)]:
+        yield from errors_of(check_reward_options, script_args)
+        for name in filter(_is_user_reward, [*script_args.rewards, *(script_args.eval_rewards or ())]):
+            yield from errors_of(_find_reward, name)
     flags = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
     if flags and training_args.eval_strategy == "no" and not training_args.eval_on_start:
         yield f"{flags[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
@@ -169,10 +168,21 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         )
 
 
-def check_stage(args: Any) -> Iterator[str]:
-    """Find data that are not there and rewards that are none in the arguments of a stage."""
-    for name in ("dataset_name", "train_dataset_name"):
-        yield from errors_of(check_dataset_name, getattr(args, name, None))
+_NAMES = {
+    **dict.fromkeys(
+        ("dataset_name", "eval_dataset_name", "exclude_dataset_name", "train_dataset_name"), check_dataset_name
+    ),
+    "model_name_or_path": check_model_name,
+    "adapter": check_adapter_name,
+}
+
+
+def check_names(args: Any, *others: Any) -> Iterator[str]:
+    """Find data, models and adapters that are not there, and rewards that are none."""
+    for field, check in _NAMES.items():
+        names = getattr(args, field, None) or ()
+        for name in [names] if isinstance(names, str) else names:
+            yield from errors_of(check, name)
     yield from errors_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from .names import check_model_name, is_local
+from .names import check_adapter_name, check_model_name, is_local
 from .processes import wait_for_all
 
 
@@ -106,8 +106,7 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
 def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
-    if not os.path.exists(adapter) and (is_local(adapter) or "/" not in adapter):
-        raise FileNotFoundError(f"There is no adapter '{adapter}': no file or directory, and no Hub id, `user/name`.")
+    check_adapter_name(adapter)
     folder, file = split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
     read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]

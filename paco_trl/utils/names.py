@@ -43,6 +43,12 @@ def check_dataset_name(name: str | Path | None) -> None:
         raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
+def check_adapter_name(name: str) -> None:
+    """Refuse the path of an adapter that is not there, and what is no Hub id either."""
+    if not os.path.exists(name) and (is_local(name) or "/" not in name):
+        raise FileNotFoundError(f"There is no adapter '{name}': no file or directory, and no Hub id, `user/name`.")
+
+
 def check_model_name(name: str | Path) -> None:
     """Refuse a path without a directory of a model: libraries take it for a Hub id, and complain of its characters."""
     name = os.fspath(name)
