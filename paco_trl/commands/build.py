@@ -23,7 +23,7 @@ from . import build_arguments as arguments
 from .parser import refuse_unused
 
 
-_OF_REQUESTS = tuple(field.name for field in fields(arguments.RequestArguments))
+_REQUEST_OPTIONS = tuple(field.name for field in fields(arguments.RequestArguments))
 
 
 def stage(args, name: str, settings: dict | None = None) -> StageFolder:
@@ -81,7 +81,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
         report: dict[str, Any] = {"model": args.model, **written.report}
     else:
-        writing = ("base_url", "model", "num_written", "categories", "layouts", "seed", *_OF_REQUESTS)
+        writing = ("base_url", "model", "num_written", "categories", "layouts", "seed", *_REQUEST_OPTIONS)
         refuse_unused(args, writing, "with `--dataset_name`")
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split, args.dataset_config)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}

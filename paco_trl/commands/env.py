@@ -9,7 +9,7 @@ from packaging.version import Version
 
 
 VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
-_MORE = ("bitsandbytes", "huggingface-hub", "openai", "torchao", "torchvision", "vllm")
+_OPTIONAL_PACKAGES = ("bitsandbytes", "huggingface-hub", "openai", "torchao", "torchvision", "vllm")
 # The trainers override private methods of these: tests/test_contract.py lists which
 TESTED_WITH = {"trl": "1.16", "transformers": "5.24"}
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     rows = {
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version_of(name) or "not installed" for name in ("paco_trl", *VERSIONS, *_MORE)},
+        **{name: version_of(name) or "not installed" for name in ("paco_trl", *VERSIONS, *_OPTIONAL_PACKAGES)},
         "CUDA of torch": torch.version.cuda or "none",
         "GPUs": ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus) or "none",
     }

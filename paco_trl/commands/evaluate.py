@@ -43,7 +43,7 @@ from .evaluate_prompts import evaluate_prompts
 from .parser import refuse_unused
 
 
-_ELSEWHERE = "system.json"  # says where the scored images are that were generated elsewhere
+_SYSTEM_FILE = "system.json"  # says where the scored images are that were generated elsewhere
 
 # Options of `score` that only one of the benchmarks has
 _T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
@@ -179,7 +179,9 @@ def score(args: arguments.ScoreArguments) -> Step:
     if args.missing == "error":
         images.check_complete()
     if args.images is not None and PartialState().is_main_process:  # for the report
-        write_atomically(Path(args.output_dir) / _ELSEWHERE, json.dumps({"images": str(Path(args.images).absolute())}))
+        write_atomically(
+            Path(args.output_dir) / _SYSTEM_FILE, json.dumps({"images": str(Path(args.images).absolute())})
+        )
     if is_gedit:
         benchmarks.score_edits(
             scorers, benchmark, images, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
@@ -239,7 +241,7 @@ def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, 
 
 
 def _open_system(args: arguments.ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
-    record_file = Path(folder) / _ELSEWHERE
+    record_file = Path(folder) / _SYSTEM_FILE
     elsewhere = read_record(record_file).get("images")
     images, settings = _find_images(args, folder, benchmark, elsewhere)
     if not settings:

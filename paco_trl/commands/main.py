@@ -45,7 +45,7 @@ _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
 # Loggers that warn when installed extras are imported, of what is not used here (torch 2.15 with torchao 0.18,
 # bitsandbytes 0.50, diffusers 0.42)
 _NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "diffusers.quantizers.torchao.torchao_quantizer")
-_PATIENCE = 60.0  # seconds, more than the imports of two processes differ
+_EXIT_DELAY = 60.0  # seconds, more than the imports of two processes differ
 
 
 def _usage() -> str:
@@ -73,7 +73,7 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         if frames is None:
             raise
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(_PATIENCE)  # mostly the first process says the same, and the launcher then ends this one
+            time.sleep(_EXIT_DELAY)  # mostly the first process says the same, and the launcher then ends this one
         sys.stderr.write(frames)
         say(command, f"{error} ({TRACEBACK}=1 shows the traceback.)")
         return 1

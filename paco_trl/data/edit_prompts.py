@@ -24,7 +24,7 @@ from .source_images import MANY_ROWS, SourceImages
 
 logger = logging.getLogger(__name__)
 
-_IMAGES = ("image", "images", "references", "input_image")
+_IMAGE_COLUMNS = ("image", "images", "references", "input_image")
 
 
 def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
@@ -134,7 +134,7 @@ def load_edit_prompts(
     Raises:
         ValueError: If there is no such split, the rows are not editing prompts, or no row is left.
     """
-    dataset = load_split(name_or_path, split, _IMAGES, image_folder, config)
+    dataset = load_split(name_or_path, split, _IMAGE_COLUMNS, image_folder, config)
     names = dataset.column_names
     if "prompt" not in names and _is_gedit(names):
         dataset = convert_gedit_bench(dataset, source_column=source_column)

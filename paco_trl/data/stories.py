@@ -13,7 +13,7 @@ from .dataset_files import dataset_of_rows, find_dataset_folder, image_file, wit
 # What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
 _SHOT_FIELDS = ("Shot Perspective Design", "Plot Correspondence", "Static Shot Description")
 _SCENE_FIELD, _CHARACTERS_FIELD = "Setting Description", "Characters Appearing"
-_IMAGES = (".png", ".jpg", ".jpeg")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> Dataset:
@@ -66,7 +66,7 @@ def _read_story(file: Path, language: str, root: Path) -> dict[str, Any]:
     for key in names:
         try:
             folder = image_file(str(PurePath(file.parent.relative_to(root), "image", key)), [root])
-            images = (path for path in sorted(folder.glob("*")) if path.suffix.lower() in _IMAGES)
+            images = (path for path in sorted(folder.glob("*")) if path.suffix.lower() in _IMAGE_SUFFIXES)
             references += [str(image_file(str(path.relative_to(root)), [root])) for path in images][:1]
         except ValueError as error:
             raise ValueError(f"{file}, character {key!r}: {error}") from error

@@ -22,7 +22,7 @@ TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 
 SAME_PROMPT = "the same as an earlier prompt"
 # Answers after which it is clear that there will be no usable one
-_TRIED_ENOUGH = 24
+_MAX_UNUSABLE = 24
 
 
 def ask_in_rounds(
@@ -83,7 +83,7 @@ def ask_in_rounds(
                     replies[name].append(reply)
                     bar.update()
                     has_usable = has_usable or bool(read(name, reply, asked[name])[0])
-                    if not has_usable and sum(map(len, replies.values())) >= _TRIED_ENOUGH:
+                    if not has_usable and sum(map(len, replies.values())) >= _MAX_UNUSABLE:
                         raise none_usable()
         dropped = Counter()
         for name, count in asked.items():

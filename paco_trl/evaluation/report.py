@@ -21,7 +21,7 @@ from ..utils.text import changes, interval_text, markdown_table, number_text, re
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")
 
 _BENCHMARKS = yaml.safe_load(read_template("judge_report.yaml"))
-_TIES = _BENCHMARKS.pop("ties")
+_TIE_NOTE = _BENCHMARKS.pop("ties")
 
 
 class PublishedTable(NamedTuple):
@@ -143,7 +143,7 @@ def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
 def _markdown(entries: list[dict[str, Any]]) -> str:
     parts = []
     for (benchmark, protocol), (title, columns, rows) in zip(_grouped(entries), report_tables(entries), strict=True):
-        notes = [_BENCHMARKS[benchmark]["all"], _BENCHMARKS[benchmark][protocol], _TIES]
+        notes = [_BENCHMARKS[benchmark]["all"], _BENCHMARKS[benchmark][protocol], _TIE_NOTE]
         parts += [f"# {title}", markdown_table(columns, rows), *notes]
         if protocol == "published":
             parts.append("## Published figures, not measured here")

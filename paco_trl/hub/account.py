@@ -25,7 +25,7 @@ from .files import SETTINGS, is_one_of
 HTTPError = HfHubHTTPError.__bases__[0]
 
 # Files of a repository in which nothing was published yet
-_HARMLESS = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
+_UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
 
 # Seconds to connect, read and write, and to get a connection. The Hub's client has no timeout: a run would hang forever
 _TIMEOUT = (30.0, 120.0, 120.0, None)
@@ -84,7 +84,7 @@ def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, publishe
 
     Weights at other places than `published_files`, patterns, would stay next to those of the push.
     """
-    files = {file.rfilename for file in info.siblings or []} - _HARMLESS
+    files = {file.rfilename for file in info.siblings or []} - _UNPUBLISHED_FILES
     if not files:
         return
     if SETTINGS not in files:

@@ -217,9 +217,9 @@ def make_app(
             comparison.check(prompt, rows, cols, seed, steps)
             page = (names, rows, cols, note(rows, cols))
             yield _board(*page, doing=_ROLES[0])
-            for found in comparison.generate(prompt, rows, cols, seed, steps):
-                sets.append(found)
-                panels.append([data_url(panel, "jpeg", quality=95, subsampling=0) for panel in found])
+            for images in comparison.generate(prompt, rows, cols, seed, steps):
+                sets.append(images)
+                panels.append([data_url(panel, "jpeg", quality=95, subsampling=0) for panel in images])
                 yield _board(
                     *page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else "judge" * (judge is not None)
                 )
@@ -274,8 +274,8 @@ def make_app(
         inputs = [prompt, rows_, cols_, seed, steps]
         # The default concurrency limit is 1: one comparison at a time is on the device
         gr.on([compare_button.click, prompt.submit], compare, inputs, board, show_progress="hidden", **options)
-        other = noise_button.click(lambda: random.randint(0, _LARGEST_SEED), None, seed, **options)
-        other.then(compare, inputs, board, show_progress="hidden", **options)
+        new_seed = noise_button.click(lambda: random.randint(0, _LARGEST_SEED), None, seed, **options)
+        new_seed.then(compare, inputs, board, show_progress="hidden", **options)
     return app
 
 

@@ -33,7 +33,7 @@ METRICS = {
 LANGUAGES = {"en": "English", "cn": "Chinese"}
 _QUESTIONS = ("semantic", "quality")
 # Stop after this many answers without a readable one
-_ONLY_NONSENSE = 24
+_MAX_UNREADABLE = 24
 
 
 class EditScore(NamedTuple):
@@ -167,7 +167,7 @@ def _query(
                     num_replies += 1
                     scores = None if reply.text is None else protocol.read(reply.text, attempt > 0)
                     is_readable = is_readable or scores is not None
-                    if not is_readable and num_replies >= _ONLY_NONSENSE:
+                    if not is_readable and num_replies >= _MAX_UNREADABLE:
                         answer = reply.reason if reply.text is None else shorten(reply.text)
                         raise ValueError(
                             f"None of {num_replies} answers of {endpoint.name} can be read as scores. That for {name!r} is "

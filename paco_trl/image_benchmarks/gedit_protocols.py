@@ -35,7 +35,7 @@ _PUBLISHED_MAX_TOKENS = 1400
 _DELIMITER = "||V^=^V||"
 _PROMPTS_FILE = Path("GEdit-Bench") / "viescore" / "vie_prompts.py"
 # What each published question is joined from, line by line
-_PARTS = {
+_QUESTION_PARTS = {
     "semantic": ("_context_no_delimit", "_prompts_0shot_two_image_edit_rule", "_prompts_0shot_tie_rule_SC"),
     "quality": ("_context_no_delimit", "_prompts_0shot_rule_PQ"),
 }
@@ -129,10 +129,10 @@ def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(text))):
                 texts[name] = text
-    missing = [name for names in _PARTS.values() for name in names if name not in texts]
+    missing = [name for names in _QUESTION_PARTS.values() for name in names if name not in texts]
     if missing:
         raise ValueError(f"{path} has no text {missing[0]}. Clone the version that the protocol repeats.")
-    prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _PARTS.items()}
+    prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _QUESTION_PARTS.items()}
     if PLACEHOLDER not in prompts["semantic"]:
         raise ValueError(f"The prompt in {path} has no {PLACEHOLDER}: the judge would not know what was to be done.")
     return prompts

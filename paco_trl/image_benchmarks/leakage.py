@@ -9,7 +9,7 @@ from ..utils.text import some_of, words_of
 
 
 # Words of a shingle
-_WORDS = 5
+_SHINGLE_WORDS = 5
 # Fraction of the shingles of the shorter text that the other must have. The nearest two of the 298 prompts of one half of
 # T2IS-Bench have 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, by (1 - 0.1) ** 5
 NEAR_DUPLICATE = 0.3
@@ -55,7 +55,7 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
 
 
 def _shingles(words: list[str]) -> set[tuple[str, ...]]:
-    return {tuple(words[start : start + _WORDS]) for start in range(len(words) - _WORDS + 1)}
+    return {tuple(words[start : start + _SHINGLE_WORDS]) for start in range(len(words) - _SHINGLE_WORDS + 1)}
 
 
 def leakage_text(leakage: dict[str, Any] | None) -> str:

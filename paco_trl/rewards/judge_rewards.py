@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 # Limit of the source images that the paper's judge was trained with
 _MAX_SOURCE_PIXELS = 2_097_152
 # Packaged rubrics -> columns and panels that they need; the texts are in paco_trl/templates/rubric_*.txt
-_OF_EDITS: dict[str, Any] = {"needed_columns": ("image",)}
-RUBRICS = {"instruction": _OF_EDITS, "unchanged": _OF_EDITS, "consistency": {"min_panels": 2}}
+_FOR_EDITS: dict[str, Any] = {"needed_columns": ("image",)}
+RUBRICS = {"instruction": _FOR_EDITS, "unchanged": _FOR_EDITS, "consistency": {"min_panels": 2}}
 
 
 class WeightedQuestion(NamedTuple):

@@ -35,7 +35,7 @@ _BATCHES_PER_AGREEMENT = 4
 # Seconds after which processes that wait for rewards agree again on whether to go on
 _SECONDS_PER_AGREEMENT = 1.0
 # Seconds that a stopped process waits for a call that is running
-_PATIENCE = 10.0
+_STOP_TIMEOUT = 10.0
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Scoring:
             call.values.cancel()
         # One may be running: its model should not leave the accelerator, nor random states be saved, meanwhile
         is_async = self.rewards.is_async
-        wait([call.values for call in self._calls if not is_async[call.reward_indices[0]]], _PATIENCE)
+        wait([call.values for call in self._calls if not is_async[call.reward_indices[0]]], _STOP_TIMEOUT)
 
     def _submit_waiting(self, least: int) -> None:
         while len(self._waiting) >= least:

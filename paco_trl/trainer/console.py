@@ -17,9 +17,9 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 _RATIO, _LOSS = "|ratio-1|", "loss"
 _SECONDS, _MEMORY, _LEFT = "s/step", "mem GiB", "left"
 # What a narrow terminal leaves out, the least important first
-_SPARED = (_MEMORY, _SECONDS, _RATIO)
+_DROPPED_FIRST = (_MEMORY, _SECONDS, _RATIO)
 _WIDTHS = {_RATIO: 9, _SECONDS: 6, _MEMORY: 7, _LEFT: 8}
-_LEAST, _MOST = 8, 16  # width of a reward
+_MIN_WIDTH, _MAX_WIDTH = 8, 16  # width of a reward
 _ROWS_PER_HEADER = 25
 _GAP = "  "
 
@@ -120,13 +120,13 @@ def _peak_memory(device: torch.device) -> int:
 def _fit(labels: Iterable[str], columns: int) -> dict[str, int]:
     """Choose the widths of the columns of a line, and leave out columns where there are too many."""
     rewards, metrics = [label for label in labels if label not in _WIDTHS], _WIDTHS.keys() & {*labels}
-    for spared in (None, *_SPARED):
+    for spared in (None, *_DROPPED_FIRST):
         metrics -= {spared}
         room = columns - sum(len(_GAP) + _WIDTHS[label] for label in metrics)
         width = room // max(len(rewards), 1) - len(_GAP)
-        if width >= _LEAST:
+        if width >= _MIN_WIDTH:
             break
-    widths = dict.fromkeys(rewards, min(max(width, _LEAST), _MOST)) | _WIDTHS
+    widths = dict.fromkeys(rewards, min(max(width, _MIN_WIDTH), _MAX_WIDTH)) | _WIDTHS
     return {label: width for label, width in widths.items() if label in rewards or label in metrics}
 
 

@@ -47,8 +47,8 @@ HARMLESS_UNTRAINED = (
     "per_device_rollout_batch_size", "per_device_train_batch_size", "reference", "resolution_scale", "scale_rewards",
     "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
 )  # fmt: skip
-_OF_OPTIMIZER = ("adam_", "learning_rate", "lr_", "optim", "weight_decay")  # prefixes
-_OF_OBJECTIVES = ("awm_", "nft_", "old_policy_")  # of PaCoNFTTrainer
+_OPTIMIZER_PREFIXES = ("adam_", "learning_rate", "lr_", "optim", "weight_decay")  # prefixes
+_OBJECTIVE_PREFIXES = ("awm_", "nft_", "old_policy_")  # of PaCoNFTTrainer
 # Arguments of `from_pretrained` and fields of an adapter that do not decide what is trained
 _HARMLESS_KWARGS = ("cache_dir", "token", "local_files_only", "force_download", "proxies")
 _HARMLESS_IN_ADAPTERS = (
@@ -58,7 +58,7 @@ _HARMLESS_IN_ADAPTERS = (
 
 # Prefixes of what cannot change in a run: besides what the optimizer's state restores, which round a step belongs to, and
 # what is loaded
-_FIXED = (*_OF_OPTIMIZER, "bf16", "fp16", "model_init_kwargs", "num_iterations", "quantization")
+_FIXED = (*_OPTIMIZER_PREFIXES, "bf16", "fp16", "model_init_kwargs", "num_iterations", "quantization")
 
 
 def compared_settings(args: TrainingArguments) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def reference_setting(args: PaCoGRPOConfig, peft_config: Any) -> str | None:
 
 def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
     """Return the settings that an evaluation of the untrained model depends on."""
-    left_out = (*_OF_OPTIMIZER, *_OF_OBJECTIVES)
+    left_out = (*_OPTIMIZER_PREFIXES, *_OBJECTIVE_PREFIXES)
     return {
         n: v for n, v in compared_settings(args).items() if n not in HARMLESS_UNTRAINED and not n.startswith(left_out)
     }

@@ -34,7 +34,7 @@ _ALL_WEIGHTS = re.compile(r"(?:diffusion_pytorch_)?model[.-]")
 # Bytes of a file name, of which there can be 255: endings are added
 _LONGEST_NAME = 200
 # Seconds until a file of another machine must be seen
-_PATIENCE = 10
+_SHARED_FILE_TIMEOUT = 10
 
 
 def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) -> None:
@@ -250,7 +250,7 @@ def _leave_mark(path: Path) -> Path | None:
 
 def _is_seen(mark: Path) -> bool:
     """Tell whether this process sees a file that the first one has written."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _SHARED_FILE_TIMEOUT
     while not mark.exists():
         if time.monotonic() > end:
             return False

@@ -28,10 +28,10 @@ from .names import is_local, public_name
 version = functools.cache(metadata.version)  # which parses a file each time
 
 # Number of values per weight. Training changes nearly all of them
-_SAMPLE = 1024
+_MAX_SAMPLED_VALUES = 1024
 # Bytes of a part of a file. Of an image, whose format compresses it, two tell; of weights, of which some may be changed, many
-_PART = 16 * 1024
-_PARTS_OF_WEIGHTS = 64
+_PART_BYTES = 16 * 1024
+_PARTS_PER_FILE = 64
 
 # Arguments and attributes of rewards and judges that decide where and how fast they score, not what
 HARMLESS_IN_SCORERS = (
@@ -74,7 +74,7 @@ def component_fingerprint(component: Any) -> str:
 def _sample(name: str, weight: Any) -> bytes:
     is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
     flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
-    values = flat[:: max(1, flat.numel() // _SAMPLE)].float().cpu().numpy()
+    values = flat[:: max(1, flat.numel() // _MAX_SAMPLED_VALUES)].float().cpu().numpy()
     content = f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + values.tobytes()
     # The values of a weight that bitsandbytes has quantized are codes, and their scale is elsewhere
     state = getattr(weight, "quant_state", None)
@@ -242,14 +242,14 @@ def _file_contents(value: Any) -> Any:
     return value.as_py()
 
 
-def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_OF_WEIGHTS) -> str:
+def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) -> str:
     """Digest the length of a file and some evenly spaced parts of it, all if it is short: many gigabytes in a moment."""
     with pa.input_stream(source, compression=None) as file:
         size = file.size()
         hasher = hashlib.sha256(f"{size} ".encode())
         for part_number in range(parts):
-            file.seek(max(0, size - _PART) * part_number // (parts - 1))
-            hasher.update(file.read(_PART))
+            file.seek(max(0, size - _PART_BYTES) * part_number // (parts - 1))
+            hasher.update(file.read(_PART_BYTES))
     return hasher.hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # Seconds for a download on one machine alone; a collective has `ddp_timeout`, half an hour
-_PATIENCE = 24 * 3600.0
+_DOWNLOAD_TIMEOUT = 24 * 3600.0
 # Gloo's threads need milliseconds, and longer on a loaded machine
 _GLOO_SECONDS = 1.0
 
@@ -29,7 +29,7 @@ def wait_for_all() -> None:
     size = dist.get_world_size()
     # None arrives a second time before all have arrived
     everyone = -(-store.add("paco_trl/arrived", 1) // size) * size
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _DOWNLOAD_TIMEOUT
     while store.add("paco_trl/arrived", 0) < everyone:
         if store.add("paco_trl/left", 0) or time.monotonic() > end:
             raise dist.DistError("Another process of this run has ended; its last lines say why.")

@@ -28,7 +28,7 @@ EXIT_CODE = 75  # `os.EX_TEMPFAIL`, which Windows lacks
 SIGNALS = ("SIGTERM", "SIGUSR1")
 NOT_ON_WINDOWS = "paco_trl runs on Linux only. On Windows, use it in WSL 2."
 # Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
-_REPEATED = 1.0
+_REPEATED_SIGNAL_SECONDS = 1.0
 
 _received, _since = 0, 0.0
 _is_deferred = False
@@ -53,7 +53,7 @@ def _handle(number: int, frame) -> None:
         _received, _since = number, time.monotonic()
         if not _is_deferred:
             raise Stopped(number)
-    elif time.monotonic() - _since > _REPEATED:
+    elif time.monotonic() - _since > _REPEATED_SIGNAL_SECONDS:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

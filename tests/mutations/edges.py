@@ -952,7 +952,7 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/fingerprint.py",
         "test_run_identity.py::TestDatasets test_run_identity.py::TestDescriptions test_checkpoints.py",
-        ("max(0, size - _PART) * part_number // (parts - 1)", "_PART * part_number"),
+        ("max(0, size - _PART_BYTES) * part_number // (parts - 1)", "_PART_BYTES * part_number"),
         ("code.__mro__[:-1] if", "code.__mro__[:1] if"),
         (
             "for name, value in with_values.items() if _is_plain(value)",
