@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -379,12 +380,21 @@ class TestMemory:
             assert (f"`{optim}` is counted as AdamW" in doctor.memory_row(tiny_plan, None).finding) == is_named
 
     @pytest.mark.parametrize("total, verdict", [(None, "ok"), (1.2, "ok"), (1.05, "warning"), (0.95, "failed")])
-    def test_verdict(self, tiny_plan, total, verdict):
+    def test_verdict(self, tiny_plan, total, verdict, monkeypatch):
+        small = [replace(phase, device={"all": tiny_plan.peak}) for phase in tiny_plan.commands]
+        monkeypatch.setitem(vars(tiny_plan), "commands", small)
         row = doctor.memory_row(tiny_plan, None if total is None else int(total * tiny_plan.peak))
         assert row.verdict == verdict
         assert ("`--offload_rewards`" in row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
-        assert row.table.row_count == 7
+        assert row.table.row_count == 7 + 4
+
+    def test_a_command_that_needs_more_than_training_is_named(self, tiny_plan, monkeypatch):
+        *small, last = tiny_plan.commands
+        small = [replace(phase, device={"all": tiny_plan.peak}) for phase in small]
+        monkeypatch.setitem(vars(tiny_plan), "commands", [*small, replace(last, device={"all": 2 * tiny_plan.peak})])
+        row = doctor.memory_row(tiny_plan, int(1.2 * tiny_plan.peak))
+        assert row.verdict == "warning" and "`paco-trl space`" in row.advice and "--offload_rewards" not in row.advice
 
     @pytest.mark.parametrize("size", ["24", "24G", "24g", "24 GiB", "24gib", "24576MiB", "24576M"])
     def test_sizes_of_a_card(self, size):
@@ -397,7 +407,7 @@ class TestMemory:
     @pytest.mark.parametrize(("processes", "fits"), [("1", True), ("2", False)])
     def test_the_host_is_compared_too(self, tiny_plan, monkeypatch, processes, fits):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        row = doctor.memory_row(tiny_plan, 2 * tiny_plan.peak, int(1.5 * tiny_plan.host_peak))
+        row = doctor.memory_row(tiny_plan, 2**40, int(1.5 * tiny_plan.host_peak))
         assert row.verdict == ("ok" if fits else "warning") and ("Host memory" in row.advice) is not fits
         assert f"for each of {processes} process(es)" in row.finding
 

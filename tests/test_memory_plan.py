@@ -253,6 +253,30 @@ def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_t
     assert plan.host_peak == max(sum(phase.host.values()) for phase in plan.phases) > load["libraries"]
 
 
+def test_what_takes_turns_in_commands_is_planned_alone(make_trainer, tiny_flux, tiny_qwen, prompts):
+    args = make_trainer(per_device_eval_batch_size=1).args
+    plan = plan_memory(str(tiny_flux), args, prompts, LORA, [str(tiny_qwen)])
+    rows = {phase.name: phase.device for phase in plan.commands}
+    assert [*rows] == ["evaluate prompts", "evaluate images", "build grids", "space"]
+    # The tiny judge is larger than a turn of the pipeline
+    judge = weights_bytes(plan.run.judges[0].network)
+    for name in ("evaluate prompts", "space"):
+        assert rows[name]["rewards"] == judge and rows[name].keys() == {"rewards", "activations of the judge"}
+    for name in ("evaluate images", "build grids"):
+        assert rows[name].keys() == {"frozen weights", "trained weights", "VAE", "activations"}
+    images, evaluate = rows["evaluate images"], device_of(plan, "evaluate")
+    assert all(images[part] == evaluate[part] for part in images)  # one image at a time
+    assert rows["build grids"]["activations"] > 2 * images["activations"]
+    without_judge = {phase.name: phase.device for phase in replace(plan, serves_judge=True).commands}
+    assert without_judge["space"] == images
+    quantized = {phase.name: phase.device for phase in replace(plan, quantization="int8").commands}
+    assert quantized["evaluate images"]["frozen weights"] < images["frozen weights"]
+    # All weights: everything is on the device, as in their training
+    full = {p.name: p.device for p in plan_memory(str(tiny_flux), args, prompts, None).commands}["evaluate images"]
+    assert full["text encoders"] > 0 and full["trained weights"] > images["trained weights"]
+    assert full["frozen weights"] == 0
+
+
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):
     models = [str(tiny_qwen), str(tiny_models.build_tiny_clip(tmp_path / "clip"))]
     plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models)

@@ -334,6 +334,9 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         advice = f"Settings that save memory: {saving}. Or a larger device, smaller images or models."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
+    if total is not None and (large := [phase.name for phase in plan.commands if phase.total > limit]):
+        verdict = verdict if verdict == FAILED else WARNING
+        advice += f" What is trained does not fit into `paco-trl {large[0]}`: see its row, and `--quantization` there."
     count = int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_processes))
     lines.append(f"Host memory: {format_size(plan.host_peak)} for each of {count} process(es) of a machine.")
     if host is not None:

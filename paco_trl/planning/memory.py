@@ -21,7 +21,7 @@ import torch
 from accelerate import init_empty_weights
 from datasets import Dataset
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -345,6 +345,9 @@ class JudgeRun:
             Phase("evaluate", {**always, "activations": evaluated}, {}),
         ]
 
+    def commands(self, plan: "MemoryPlan") -> list[Phase]:
+        return []
+
 
 class ImageRun:
     """Training of an image model, for the row with the largest images and the longest prompt."""
@@ -568,6 +571,42 @@ class ImageRun:
             Phase("evaluate", {**rollout, "activations": full, **({} if visits else judging)}, host),
         ]
 
+    def commands(self, plan: "MemoryPlan") -> list[Phase]:
+        """Return what the commands take that generate with the trained model as it was trained, at the inference size."""
+        is_adapter, is_full = isinstance(self.model, PeftModel), self.args.resolution_scale != 1
+        counted = functools.partial(self.weights_bytes, trainable=False, quantization=plan.quantization)
+        encoding = {"text encoders": sum(map(counted, self.text_encoders))}
+        trained = self.num_trained * (_FLOAT32 if is_adapter else self.vae.dtype.itemsize)
+        network = {
+            "frozen weights": counted(self.model),
+            "trained weights": trained,
+            "VAE": self.weights_bytes(self.vae),
+        }
+        if not is_adapter and plan.zero_stage is None:  # nothing takes turns, as in training
+            network |= encoding
+        judges = () if plan.serves_judge else self.judges
+        weights = [self.weights_bytes(judge.network, False, judge.quantization) for judge in judges]
+        num_tokens = judge_tokens(math.prod(self.sizes[1]))
+        scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
+
+        def images(count: int) -> dict[str, int]:
+            step = affine(self.step, count, is_full, plan.quantization)
+            return {**network, "activations": max(step, affine(self.decoding, count, is_full, plan.vae_tiling))}
+
+        def scoring(size: int) -> dict[str, int]:
+            return {"rewards": size, "activations of the judge": scored}
+
+        host = {"libraries": _LIBRARIES, **encoding, "transformer": network["frozen weights"] + trained}
+        turns = {
+            "evaluate prompts": [encoding, images(1), scoring(sum(weights) + self.clip_bytes)],
+            "evaluate images": [encoding, images(1)],
+            "build grids": [encoding, images(4)],  # by default
+            "space": [encoding, images(1), scoring(max(weights, default=0))],
+        }
+        return [
+            Phase(name, max(of_name, key=lambda turn: sum(turn.values())), host) for name, of_name in turns.items()
+        ]
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -607,6 +646,14 @@ class MemoryPlan:
         """Phases of the run, in their order: `pd.DataFrame({p.name: p.device for p in plan.phases})` is a table."""
         return self.run.phases(self)
 
+    @functools.cached_property
+    def commands(self) -> list[Phase]:
+        """
+        What `evaluate prompts`, `evaluate images`, `build grids` and `space` take with the trained model, loaded as it was
+        trained: text encoders, transformer and judge take turns, and each row is the turn that takes most.
+        """
+        return self.run.commands(self)
+
     @property
     def peak(self) -> int:
         """Largest number of bytes on the device, in any phase."""
@@ -633,9 +680,9 @@ class MemoryPlan:
         )
 
     def table(self) -> Table:
-        """Show each phase in a row, with the parts that take more than a hundredth of its memory."""
+        """Show each phase in a row, then each command, with the parts that take more than a hundredth of its memory."""
         table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
-        for phase in self.phases:
+        for phase in [*self.phases, *self.commands]:
             parts = sorted(phase.device.items(), key=lambda part: -part[1])
             shown = ", ".join(f"{part} {format_size(size)}" for part, size in parts if size > phase.total / 100)
             table.add_row(phase.name, format_size(phase.total), format_size(sum(phase.host.values())), shown)
