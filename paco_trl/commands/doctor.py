@@ -35,7 +35,7 @@ from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.split import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
@@ -179,8 +179,8 @@ def check_output_folder(state: DoctorState) -> Row | str:
     check_start(run, _published_files(state))
     if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
         return f"The run continues from '{checkpoint}'."
-    if found := checkpoints_of(run.output_dir):
-        finding = f"'{run.output_dir}' has checkpoints up to '{found[0].name}', which the run does not continue."
+    if checkpoints := checkpoints_of(run.output_dir):
+        finding = f"'{run.output_dir}' has checkpoints up to '{checkpoints[0].name}', which the run does not continue."
         return Row(WARNING, finding, "It deletes them." if run.overwrite_output_dir else "")
     return f"'{run.output_dir}' has no checkpoints; the run starts from the beginning."
 
@@ -218,11 +218,13 @@ def check_data(state: DoctorState) -> str:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
     schedule, findings = RoundSchedule(args, rows[0].lengths), []
-    for each in rows:
-        images = f" of {len(each.image_prompts)} images" if each.has_separate else ""
-        sources = "" if each.sources is None else f", up to {each.sources.max_count} source image(s) each"
-        columns = ", ".join(each.dataset.column_names)
-        findings.append(f"{len(each)} prompts{images}{sources} ({columns}); panels {_listed(Counter(each.layouts))}.")
+    for split in rows:
+        images = f" of {len(split.image_prompts)} images" if split.has_separate else ""
+        sources = "" if split.sources is None else f", up to {split.sources.max_count} source image(s) each"
+        columns = ", ".join(split.dataset.column_names)
+        findings.append(
+            f"{len(split)} prompts{images}{sources} ({columns}); panels {_listed(Counter(split.layouts))}."
+        )
     steps, rounds = schedule.max_steps, schedule.max_steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
     return f"{' Evaluation: '.join(findings)} {plan}{schedule.describe_unused()}"
@@ -298,8 +300,8 @@ def check_memory(state: DoctorState) -> Row:
 def host_memory() -> int:
     """Return the memory of this machine, or of the container that this process runs in."""
     limit, total = Path("/sys/fs/cgroup/memory.max"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    given = limit.read_text().strip() if limit.exists() else "max"
-    return total if given == "max" else min(int(given), total)
+    content = limit.read_text().strip() if limit.exists() else "max"
+    return total if content == "max" else min(int(content), total)
 
 
 def judge_plan(script_args: reward.ScriptArguments, args: Any, dataset: None = None) -> MemoryPlan:
@@ -387,7 +389,7 @@ def check_ratio(state: DoctorState) -> Row | str:
     finally:  # also where memory is short: the rewards are checked next, of the untrained model
         for weight in planted:
             weight.data.zero_()
-    deviations = {index: (torch.cat(found) - 1).abs().max().item() for index, found in ratios.items()}
+    deviations = {index: (torch.cat(values) - 1).abs().max().item() for index, values in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
     trainer.model.zero_grad(set_to_none=True)
     steps = ", ".join(f"step {index}: {value:.3g}" for index, value in deviations.items())
@@ -488,14 +490,14 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
         if is_generating and state.args.deepspeed_plugin is not None:
             skipped = "DeepSpeed places the model only when training begins."
             return [Row(SKIPPED, skipped, "Run the doctor without it.")]
-        found = check(state)
+        result = check(state)
     except Exception as error:
         frames = "" if is_message_enough(error) else frames_of_cause(error)
         sys.stderr.write(traceback.format_exc() if frames is None else frames)
         return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else str(error))]
     finally:
         logger.removeHandler(handler)
-    rows = found if isinstance(found, list) else [Row(OK, found) if isinstance(found, str) else found]
+    rows = result if isinstance(result, list) else [Row(OK, result) if isinstance(result, str) else result]
     if handler.buffer and rows[0].verdict == OK and not is_generating:  # which warns of each prompt that CLIP cuts
         warned = " ".join(dict.fromkeys(record.getMessage() for record in handler.buffer))
         rows[0] = replace(rows[0], verdict=WARNING, advice=warned)

@@ -120,8 +120,8 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
         return benchmarks.find_edits(images or folder, benchmark), settings
     if not settings:
         return benchmarks.find_image_sets(cast(str, images), benchmark), settings
-    how = (settings[name] for name in ("seeds", "height", "width"))
-    return find_generated_sets(Path(folder) / "images", benchmark, *how), settings
+    seeds_and_size = (settings[name] for name in ("seeds", "height", "width"))
+    return find_generated_sets(Path(folder) / "images", benchmark, *seeds_and_size), settings
 
 
 def generate(args: arguments.GenerateArguments, trained: Trained | None = None) -> Step:

@@ -96,17 +96,17 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
 
 
 def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
-    where = {"revision": revision, "subfolder": "transformer"}
+    transformer_arguments = {"revision": revision, "subfolder": "transformer"}
     if dtype is None:  # that of the files; diffusers would load all as float32
-        index = find_model_file(base, f"{_WEIGHTS}.index.json", **where)
+        index = find_model_file(base, f"{_WEIGHTS}.index.json", **transformer_arguments)
         name = _WEIGHTS if index is None else next(iter(read_json(index)["weight_map"].values()))
-        if (path := find_model_file(base, name, **where)) is None:
+        if (path := find_model_file(base, name, **transformer_arguments)) is None:
             raise ValueError(f"The transformer of '{base}' has no {_WEIGHTS}; other formats are pickles.")
         with safe_open(path, "pt") as file:
             dtype = str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
     # Without the text encoders and the VAE, which are as large
     transformer = diffusers.AutoModel.from_pretrained(
-        base, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, **where
+        base, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, **transformer_arguments
     )
     transformer = _merge_layers(load_transformer_adapter(transformer, adapter, base))
     save_transformer(transformer, transformer.state_dict(), folder)

@@ -81,8 +81,8 @@ class SampleGenerator:
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
         _, class_name = self.pipeline.config["scheduler"]
-        where = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
-        scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **where)
+        scheduler_arguments = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
+        scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **scheduler_arguments)
 
         def with_loaded_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
             arguments, _, sources = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])

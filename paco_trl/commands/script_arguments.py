@@ -144,8 +144,8 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         yield f"{', '.join(flags)} would do nothing with `--use_peft False`. Leave it out."
     # A config that is not built yet has none
     is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
-    how = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
-    yield from errors_of(check_quantization, *how)
+    settings = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
+    yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)
     yield from errors_of(check_data_options, script_args)
@@ -177,7 +177,7 @@ _NAMES = {
 }
 
 
-def check_names(args: Any, *others: Any) -> Iterator[str]:
+def check_names(args: Any, *configs: Any) -> Iterator[str]:
     """Find data, models and adapters that are not there, and rewards that are none."""
     for field, check in _NAMES.items():
         names = getattr(args, field, None) or ()

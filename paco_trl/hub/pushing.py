@@ -36,8 +36,8 @@ def remember_repository(
 ) -> None:
     """Save where the uploads of an output directory go (`revision=None` is the main branch), and `private` as given."""
     shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)  # what a run that was killed has left
-    where = {"repo_id": repo_id, "revision": revision, "private": private}
-    write_atomically(Path(output_dir) / STAGING / _REPOSITORY, json.dumps(where))
+    repository = {"repo_id": repo_id, "revision": revision, "private": private}
+    write_atomically(Path(output_dir) / STAGING / _REPOSITORY, json.dumps(repository))
 
 
 def remembered_repository(output_dir: str | Path) -> dict[str, Any]:

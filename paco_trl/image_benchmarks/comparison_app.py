@@ -350,8 +350,8 @@ def serve_comparison(
     options: dict[str, Any] = {"quantization": quantization, "offload": offload}
     pipeline = read_adapter(adapter, model, dtype=dtype, **options).load()
     scorer = None if judge is None else PaCoReward.from_pretrained(judge, dtype=dtype)
-    how = (guidance_scale, negative_prompt, panel_template, panel_generation)
-    comparison = Comparison(pipeline, scorer, panel_size, *how)
+    call_settings = (guidance_scale, negative_prompt, panel_template, panel_generation)
+    comparison = Comparison(pipeline, scorer, panel_size, *call_settings)
     title = title or public_name(adapter)
     names = (public_name(model), title if Path(adapter).is_dir() else public_name(adapter))
     app = make_app(comparison, names, prompts, title, layout, num_inference_steps)

@@ -69,9 +69,9 @@ def cell(
     for part, values in enumerate(parts):
         for unit, value in values.items():
             if not math.isnan(value):
-                where = part, 0 if strata is None else stratum_of[strata[unit]], index_of[unit[0]]
-                sums[where] += value
-                counts[where] += 1
+                cell = part, 0 if strata is None else stratum_of[strata[unit]], index_of[unit[0]]
+                sums[cell] += value
+                counts[cell] += 1
     count = int(counts[0].sum()) if parts else 0
     if not parts or not counts.any(axis=(1, 2)).all():
         return {"mean": None, "interval": [None, None], "count": count}

@@ -425,10 +425,10 @@ class ImageRun:
     def embeddings(self, is_full: bool = False) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt: zeros of the real shapes, batch dimension 1."""
         images = self.rows.images(self.row_number) if self.family.prompt_sees_images else []
-        where = (torch.device("cpu"), images, self.scales[is_full])
-        embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *where))
+        encoding_arguments = (torch.device("cpu"), images, self.scales[is_full])
+        embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *encoding_arguments))
         if self.negative_prompt is not None:
-            negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *where)
+            negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *encoding_arguments)
             embeddings |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         return embeddings
 
@@ -743,8 +743,8 @@ def plan_memory(
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     with tempfile.TemporaryDirectory() as folder:
         named = (model, *reward_models)
-        model, *reward_models = found = [readable_model(name, folder) for name in named]
-        if copied := ", ".join(sorted({*named} - {*found})):
+        model, *reward_models = readable = [readable_model(name, folder) for name in named]
+        if copied := ", ".join(sorted({*named} - {*readable})):
             logger.warning(
                 f"The configs of {copied} cannot be read from the Hub: the plan takes the package's copies."
             )

@@ -253,7 +253,7 @@ def load_without_weights(
 ) -> DiffusionPipeline:
     """Load a pipeline whose models are built from their configs, on the meta device; `encodes`: with what encodes texts."""
     parts: dict[str, Any] = {}
-    where = hub_arguments(model_init_kwargs)
+    hub_kwargs = hub_arguments(model_init_kwargs)
     for name, entry in read_index(model, model_init_kwargs).items():
         if name in model_init_kwargs or not encodes and name.startswith(("text_encoder", "tokenizer")):
             parts[name] = model_init_kwargs.get(name)
@@ -265,7 +265,7 @@ def load_without_weights(
             continue
         is_diffusers = hasattr(kind, "load_config")
         read = kind.load_config if is_diffusers else kind.config_class.from_pretrained
-        config = read(model, subfolder=name, **where)
+        config = read(model, subfolder=name, **hub_kwargs)
         with init_empty_weights():
             part = (kind.from_config if is_diffusers else kind)(config)
         if not is_diffusers:
@@ -273,7 +273,7 @@ def load_without_weights(
         if part.dtype != (dtype := dtypes.get(name, dtypes["default"])):  # diffusers may warn of any `to`
             part.to(dtype)
         parts[name] = part.requires_grad_(False).eval()
-    return DiffusionPipeline.from_pretrained(model, **parts, **where)
+    return DiffusionPipeline.from_pretrained(model, **parts, **hub_kwargs)
 
 
 def is_buildable(model: "str | DiffusionPipeline", model_init_kwargs: dict, family: Family | None) -> bool:

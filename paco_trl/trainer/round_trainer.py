@@ -272,8 +272,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             config = pipeline.transformer.config
             size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
-            where = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
-            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **where))
+            tensor_options = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
+            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **tensor_options))
         if is_built:
             check_trained(pipeline, self.family, peft_config)
             pipeline = load()
