@@ -35,7 +35,7 @@ from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
-from ..rollout.split import PromptRows
+from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
