@@ -409,6 +409,31 @@ class TestChecks:
         assert hub.files("tester/open", "model") == pushed
         assert hub.repos["model", "tester/new"].private
 
+    def test_all_processes_learn_what_the_first_one_is_refused(self, hub, make_trainer, tmp_path, monkeypatch):
+        from paco_trl.trainer import publishing
+
+        hub.add_repo("tester/open", {"README.md": b""})
+        trainer = make_trainer(hub_model_id="tester/open", hub_token=TOKEN)
+        sent = []
+        monkeypatch.setattr(publishing, "gather_object", lambda values: sent.append(values) or values)
+        with hub.connected(tmp_path / "cache"), pytest.raises(ValueError, match="public"):
+            trainer.push_to_hub(private=True)
+        # Another process gets this from the first one, and would wait for it in `save_model`
+        monkeypatch.setattr(type(trainer.args), "process_index", 1)
+        monkeypatch.setattr(trainer, "save_model", lambda **kwargs: pytest.fail("it saves alone"))
+        monkeypatch.setattr(
+            publishing, "gather_object", lambda values: sent[-1] if isinstance(values[0], tuple) else values
+        )
+        with pytest.raises(ValueError, match="public"):
+            trainer.push_to_hub(private=True)
+        # In an outage all of them save before they raise
+        sent.append([("the Hub is down", True)])
+        saved = []
+        monkeypatch.setattr(trainer, "save_model", lambda **kwargs: saved.append(kwargs))
+        with pytest.raises(ConnectionError, match="the Hub is down"):
+            trainer.push_to_hub()
+        assert saved
+
     def test_not_there_at_all(self, hub, run):
         hub.stop()
         outcome = run(prepare, "tester/adapter")

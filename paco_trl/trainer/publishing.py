@@ -36,9 +36,18 @@ class PushesToHub(Trainer):
     published_files: list[str]  # patterns
 
     def _prepare_hub(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
-        """Check the token, and create the repository, before a model is loaded."""
-        if args.process_index != 0 or self.pusher is not None:
-            return
+        """Check the token, and create the repository, before a model is loaded. Collective: call on all ranks."""
+        error = None
+        if args.process_index == 0 and self.pusher is None:
+            try:
+                self.pusher = self._make_pusher(args, token, private)
+            except Exception as refusal:  # raised below: no process may wait for this one
+                error = refusal
+        message, is_outage = gather_object([(error and f"{error}", isinstance(error, ConnectionError))])[0]
+        if message is not None:
+            raise error or (ConnectionError if is_outage else ValueError)(message)
+
+    def _make_pusher(self, args: TrainingArguments, token: str | None, private: bool | None) -> HubPusher:
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
         private = private if private is not None else args.hub_private_repo
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
@@ -59,10 +68,14 @@ class PushesToHub(Trainer):
             repo_id = known_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
         remember_repository(args.output_dir, repo_id, args.hub_revision, private)
-        self.pusher = HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)
+        return HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository, or check that it is writable. `None` is `hub_token` and `hub_private_repo`."""
+        """
+        Create the repository, or check that it is writable. Collective: call on all ranks.
+
+        `None` is `hub_token` and `hub_private_repo`.
+        """
         self._prepare_hub(self.args, token, private)
         if self.pusher is not None:
             self.hub_model_id = self.pusher.repo_id
@@ -102,11 +115,10 @@ class PushesToHub(Trainer):
         self._refuse_foreign(self.args.output_dir)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         outage = None
-        if self.hub_model_id is None:
-            try:
-                self.init_hf_repo(token, private)
-            except ConnectionError as error:
-                outage = error
+        try:
+            self.init_hf_repo(token, private)
+        except ConnectionError as error:
+            outage = error
         self._save_with_card(**kwargs)
         if outage is not None:
             raise outage
