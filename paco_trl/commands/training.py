@@ -34,8 +34,7 @@ def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | Non
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
     else:
-        trainer.save_model(args.output_dir)
-        trainer.create_model_card(dataset_name=dataset_name)
+        trainer.save_model(args.output_dir, dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
         kind = "Adapter" if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel) else "Model"
         sys.stdout.write(f"{kind}: {args.output_dir}\n")

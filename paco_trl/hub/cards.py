@@ -5,7 +5,8 @@ import glob
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +88,29 @@ def save_card(
     """
     if foreign := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
         raise ValueError(foreign)
-    save_model_with_card(card, folder, pictures or {})
+    with saving_with_card(card, folder, pictures or {}):
+        pass
 
 
-def save_model_with_card(
+@contextmanager
+def saving_with_card(
     card: ImageModelCard | JudgeCard,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
     published_files: Iterable[str] = (),
-    save_weights: Callable[[], None] | None = None,
-) -> None:
-    """Save a model in place of an earlier one, whose files become new ones: an upload may link to the old ones."""
+) -> Iterator[None]:
+    """
+    Save a card with the weights that the body saves, in place of an earlier model.
+
+    All files become new ones: an upload may link to the old ones.
+    """
     folder, old_pictures = Path(folder), saved_pictures(folder) or set()
     for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
         if name in old_pictures - {*card.pictures} if name.endswith(".png") else name != SETTINGS:
             path.unlink()
     save_settings(card, folder)  # before what it lists: also after a kill this is known to be the package's own
-    if save_weights is not None:
-        save_weights()
-        open_weights(select_files(folder, published_files).values())
+    yield
+    open_weights(select_files(folder, published_files).values())
     for name, picture in pictures.items():
         if isinstance(picture, Image):
             write_atomically(folder / name, to_png(picture), durable=False)

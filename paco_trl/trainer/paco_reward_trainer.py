@@ -32,7 +32,7 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
-from ..hub.cards import save_model_with_card
+from ..hub.cards import saving_with_card
 from ..hub.files import JUDGE_ADAPTER
 from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
@@ -557,21 +557,22 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         super()._load_best_model()
         self.loaded_step = self.state.best_global_step
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **card_fields) -> None:
+        """
+        Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks.
+
+        `card_fields` are those of `create_model_card`.
+        """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         self._refuse_foreign(folder)
         zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
         local = local_weights(self.model, zero_stage)
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
-
-        def save_weights() -> None:
-            # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
-            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
-            self.processing_class.save_pretrained(folder)
-
         if self.args.should_save:
-            save_model_with_card(self._model_card(), folder, self._pictures(), self.published_files, save_weights)
+            with saving_with_card(self._model_card(**card_fields), folder, self._pictures(), self.published_files):
+                # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
+                self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+                self.processing_class.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 

@@ -119,7 +119,7 @@ class PushesToHub(Trainer):
             self.init_hf_repo(token, private)
         except ConnectionError as error:
             outage = error
-        self._save_with_card(**kwargs)
+        self.save_model(_internal_call=True, **kwargs)
         if outage is not None:
             raise outage
         if not self.is_world_process_zero():
@@ -138,10 +138,6 @@ class PushesToHub(Trainer):
         foreign = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
         if message := next(filter(None, foreign), None):
             raise ValueError(message)
-
-    def _save_with_card(self, **kwargs) -> None:
-        self.save_model(_internal_call=True)
-        self.create_model_card(**kwargs)
 
     def create_model_card(
         self,

@@ -46,7 +46,7 @@ from ..checkpointing.weights import (
     use_weights,
     zero_stage_of,
 )
-from ..hub.cards import save_model_with_card
+from ..hub.cards import saving_with_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.settings import ImageModelCard
 from ..plots.curves import CurvesCallback
@@ -787,13 +787,15 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     # ---- Files, card, Hub ----
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True) -> None:
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False, use_ema: bool = True, **card_fields
+    ) -> None:
         """
         Save trained weights, card and images. Collective: call on all ranks.
 
         With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
         `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
-        by name.
+        by name. `card_fields` are those of `create_model_card`.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         self._refuse_foreign(folder)
@@ -803,14 +805,16 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         else:
             weights = gather_weights(self.model, local_weights(self.model, self.zero_stage), self.zero_stage, keep)
         if keep:
-            self._save_trained(weights, folder, use_ema)
+            self._save_trained(weights, folder, use_ema, **card_fields)
         if self.args.push_to_hub and not _internal_call:
             self._push_saved(folder)
 
-    def _save_trained(self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True) -> None:
-        save_weights = partial(save_trained, self.model, self.pipeline, weights, folder)
-        card, pictures = self._model_card(use_ema=use_ema), self._pictures(use_ema)
-        save_model_with_card(card, folder, pictures, self.published_files, save_weights)
+    def _save_trained(
+        self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True, **card_fields
+    ) -> None:
+        card, pictures = self._model_card(use_ema=use_ema, **card_fields), self._pictures(use_ema)
+        with saving_with_card(card, folder, pictures, self.published_files):
+            save_trained(self.model, self.pipeline, weights, folder)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
         """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
@@ -855,7 +859,3 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             pictures=sorted(pictures),
             gallery=gallery_of(pictures),
         )
-
-    def _save_with_card(self, use_ema: bool = True, **kwargs) -> None:
-        self.save_model(_internal_call=True, use_ema=use_ema)
-        self.create_model_card(use_ema=use_ema, **kwargs)
