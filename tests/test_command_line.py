@@ -297,6 +297,7 @@ class TestOptions:
 WRONG = (
     *("grpo", "doctor grpo --lora_r 0", "grpo --rewards reednes --dataset_name demo", "grpo --dataset_name no.txt"),
     *("grpo --dataset_name demo --report_to wandbb", "nft --config paco-flux.1-dev --dataset_name demo --nft_beta 0"),
+    "grpo --dataset_name demo --gradient_accumulation_steps 3 --num_prompts_per_generation 7",
     *("reward --max_length 0", "reward --config paco-flux.1-dev", "grpo --dataset_name demo --adapter no"),
     *("evaluate prompts --dataset_name no.txt", "evaluate prompt", "build grid", "build grids --seeds a"),
     *("push no", "merge a", "merge no --output_dir x", "space no", "serve --vllm /no/vllm"),

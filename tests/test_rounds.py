@@ -13,7 +13,8 @@ from datasets import Dataset
 
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
-from paco_trl.trainer.round_schedule import RoundPlan, RoundSchedule, TrainingRound, plan_round
+from paco_trl.trainer.round_schedule import RoundPlan, RoundSchedule, TrainingRound
+from paco_trl.utils.option_checks import round_sizes
 from testing_utils import are_equal, entries_of, weights_of
 
 
@@ -67,10 +68,11 @@ def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, 
     names = (
         "num_prompts", "num_optimizer_steps", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
     )  # fmt: skip
-    return plan_round(
-        *(sizes.get(name) for name in names), num_processes=num_processes, num_generations=num_generations,
+    requested = tuple(sizes.get(name) for name in names)
+    return RoundPlan(*round_sizes(
+        *requested, num_processes=num_processes, num_generations=num_generations,
         batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged_batches=num_merged_batches,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 class TestPlan:

@@ -16,7 +16,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_errors, refuse
+from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_errors, refuse, round_sizes
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -27,7 +27,7 @@ from .config_utils import (
     help_from_docstring,
     name_checkpointing,
 )
-from .round_schedule import RoundPlan, plan_round
+from .round_schedule import RoundPlan
 
 
 logger = get_logger(__name__)
@@ -411,12 +411,13 @@ class PaCoGRPOConfig(GRPOConfig):
         return self._plan_round(None, steps, self.generation_batch_size, None, None, num_processes=self.world_size)
 
     def _plan_round(self, *requested: int | None, num_processes: int) -> RoundPlan:
-        """Plan a round of the sizes that are set; see [`plan_round`]."""
-        return plan_round(
+        """Plan a round of the sizes that are set."""
+        sizes = round_sizes(
             *requested, num_processes=num_processes, num_generations=self.num_generations,
             batch_size=self.per_device_train_batch_size, num_trained_steps=self.num_trained_steps,
             num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )  # fmt: skip
+        return RoundPlan(*sizes)
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -98,79 +97,6 @@ class RoundPlan:
         # 3. Batch i goes to process i mod num_processes
         dealt = [batches[i] for step in in_order for i in step]
         return [dealt[process :: self.num_processes] for process in range(self.num_processes)]
-
-
-def plan_round(
-    num_prompts: int | None,
-    num_optimizer_steps: int | None,
-    generation_batch_size: int | None,
-    steps_per_generation: int | None,
-    gradient_accumulation_steps: int | None,
-    *,
-    num_processes: int,
-    num_generations: int,
-    batch_size: int,
-    num_trained_steps: int,
-    num_merged_batches: int = 1,
-) -> RoundPlan:
-    """
-    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
-    Accumulation alone sets an optimizer step's images, as in TRL, and two of them, or as few more as have full groups, are
-    a round.
-
-    Raises:
-        ValueError: the sizes that are set do not divide a round, or contradict each other.
-    """
-    parallel = num_processes * batch_size  # images of a micro-batch on all processes
-    steps = Fraction(num_optimizer_steps or 2)
-    images, per_step = Fraction(generation_batch_size or 0), Fraction(gradient_accumulation_steps or 0)
-    per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
-    if not images:
-        images = Fraction((steps_per_generation or 0) * parallel, num_trained_steps)
-    # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
-    batch = parallel * num_merged_batches
-    unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
-    if not images:
-        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
-        images = Fraction(math.ceil(images / unit) * unit)
-    if per_step:
-        steps = images / per_step
-    trained = images * num_trained_steps / parallel  # micro-steps of a process
-    requested = {
-        "num_prompts_per_generation": (num_prompts, images / num_generations),
-        "optimizer_steps_per_generation": (num_optimizer_steps, steps),
-        "generation_batch_size": (generation_batch_size, images),
-        "steps_per_generation": (steps_per_generation, trained),
-        "gradient_accumulation_steps": (gradient_accumulation_steps, trained / steps),
-    }
-    settings = {name: value for name, (value, _) in requested.items() if value is not None}
-    are_equal = all(value in (None, planned) for value, planned in requested.values())
-    if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
-        are_equal = True  # the prompts may be rounded up
-    if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
-        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
-        nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
-        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
-        raise ValueError(
-            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
-            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
-            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
-            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
-            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
-            "another number than 2, and leave the others out."
-        )
-    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
-    return RoundPlan(*sizes, int(steps), num_merged_batches)
-
-
-def _number(value: Fraction) -> str:
-    return f"{float(value):g}"
-
-
-def nearest_multiples(value: int, multiple: int) -> str:
-    """Format the nearest multiples for an error."""
-    below = max(value // multiple, 1) * multiple
-    return f"Nearest values that work: {below} or {below + multiple}."
 
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:

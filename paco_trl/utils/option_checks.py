@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
 from importlib.util import find_spec
 from string import Formatter
 from types import SimpleNamespace
@@ -101,6 +102,13 @@ def refuse(errors: Iterable[str]) -> None:
 def image_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
     """Check the values of PaCoGRPOConfig, or of PaCoNFTConfig, against each other; `unsupported` names fields of TRL's."""
     args, is_nft = SimpleNamespace(**vars(config)), "nft_beta" in defaults
+    errors = [*_value_errors(args, defaults, unsupported, is_nft)]
+    yield from errors or _size_errors(args, is_nft)
+
+
+def _value_errors(
+    args: SimpleNamespace, defaults: Mapping[str, Any], unsupported: Collection[str], is_nft: bool
+) -> Iterator[str]:
     losses = NFT_LOSSES if is_nft else GRPO_LOSSES
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
@@ -132,6 +140,20 @@ def image_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collecti
     if args.reference != "initial" and not args.beta > 0:
         yield "`reference` is 'base', but no loss compares with it. Set `beta`."
     yield from _times_errors(args) if is_nft else _step_errors(args)
+
+
+def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[str]:
+    """Check that the sizes of a round that are set can be."""
+    if is_nft:
+        num_trained_steps = args.num_noise_levels or args.num_inference_steps - 1
+    else:
+        num_trained_steps = args.num_sde_steps or len(args.sde_steps)
+    yield from errors_of(
+        round_sizes, args.num_prompts_per_generation, args.optimizer_steps_per_generation, args.generation_batch_size,
+        args.steps_per_generation, args.gradient_accumulation_steps, num_processes=int(os.environ.get("WORLD_SIZE", 1)),
+        num_generations=args.num_generations, batch_size=args.per_device_train_batch_size, num_trained_steps=num_trained_steps,
+        num_merged_batches=(args.per_device_rollout_batch_size or 0) // args.per_device_train_batch_size or 1,
+    )  # fmt: skip
 
 
 def _round_errors(args: SimpleNamespace) -> Iterator[str]:
@@ -199,12 +221,79 @@ def judge_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collecti
         )
 
 
-def errors_of(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+def errors_of(check: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[str]:
     """Make a message of the error that a check raises."""
     try:
-        check(*arguments)
+        check(*arguments, **named)
     except (OSError, ValueError) as error:
         yield str(error)
+
+
+def round_sizes(
+    num_prompts: int | None,
+    num_optimizer_steps: int | None,
+    generation_batch_size: int | None,
+    steps_per_generation: int | None,
+    gradient_accumulation_steps: int | None,
+    *,
+    num_processes: int,
+    num_generations: int,
+    batch_size: int,
+    num_trained_steps: int,
+    num_merged_batches: int = 1,
+) -> tuple[int, ...]:
+    """
+    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
+    Accumulation alone sets an optimizer step's images, as in TRL, and two of them, or as few more as have full groups, are
+    a round. Return the sizes in the order of [`RoundPlan`].
+
+    Raises:
+        ValueError: the sizes that are set do not divide a round, or contradict each other.
+    """
+    parallel = num_processes * batch_size  # images of a micro-batch on all processes
+    steps = Fraction(num_optimizer_steps or 2)
+    images, per_step = Fraction(generation_batch_size or 0), Fraction(gradient_accumulation_steps or 0)
+    per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
+    if not images:
+        images = Fraction((steps_per_generation or 0) * parallel, num_trained_steps)
+    # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
+    batch = parallel * num_merged_batches
+    unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
+    if not images:
+        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
+        images = Fraction(math.ceil(images / unit) * unit)
+    if per_step:
+        steps = images / per_step
+    trained = images * num_trained_steps / parallel  # micro-steps of a process
+    requested = {
+        "num_prompts_per_generation": (num_prompts, images / num_generations),
+        "optimizer_steps_per_generation": (num_optimizer_steps, steps),
+        "generation_batch_size": (generation_batch_size, images),
+        "steps_per_generation": (steps_per_generation, trained),
+        "gradient_accumulation_steps": (gradient_accumulation_steps, trained / steps),
+    }
+    settings = {name: value for name, (value, _) in requested.items() if value is not None}
+    are_equal = all(value in (None, planned) for value, planned in requested.values())
+    if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
+        are_equal = True  # the prompts may be rounded up
+    if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
+        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
+        nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
+        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
+        raise ValueError(
+            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
+            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
+            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
+            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
+            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
+            "another number than 2, and leave the others out."
+        )
+    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
+    return *sizes, int(steps), num_merged_batches
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}"
 
 
 def check_panel_options(panel_template: str, panel_generation: str) -> None:
