@@ -110,7 +110,7 @@ def test_a_training_and_the_rest_of_it(make_small, capsys, prompts, tmp_path):
     assert re.fullmatch(
         r"Step 2: eval_redness \S+ \(untrained \S+\), eval_panel_similarity \S+ \(untrained \S+\)", evaluated
     )
-    assert re.fullmatch(r"2 steps in 0\d:\d\d\.", end)
+    assert re.fullmatch(r"Done: step 2 of 2 after \d\d:\d\d\.", end)
     make_small(**settings, max_steps=4, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).train()
     assert "Resuming from checkpoint-2 at step 3 of 4.\n" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -45,6 +46,8 @@ _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
 # Loggers that warn when installed extras are imported, of what is not used here (torch 2.15 with torchao 0.18,
 # bitsandbytes 0.50, diffusers 0.42)
 _NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "diffusers.quantizers.torchao.torchao_quantizer")
+# What libraries tell one another: PEFT 0.21 and diffusers 0.42 use what transformers and the Hub's client have renamed
+_RENAMED = "`is_gradient_checkpointing` is deprecated|The `local_dir_use_symlinks` argument is deprecated"
 _EXIT_DELAY = 60.0  # seconds, more than the imports of two processes differ
 
 
@@ -199,10 +202,11 @@ def main(arguments: list[str] | None = None) -> int | str | None:
 
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=_RENAMED)
 
     def run() -> int | None:
         _check_names(words)
-        if command in _TRAINING and not sys.stderr.isatty():
+        if command in (*_TRAINING, "doctor") and not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, of which a file has each state
         if command in _LAUNCHED:
             _launch(command, words)

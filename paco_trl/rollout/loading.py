@@ -270,8 +270,7 @@ def load_without_weights(
             part = (kind.from_config if is_diffusers else kind)(config)
         if not is_diffusers:
             part.tie_weights()  # in the context each would be a weight of its own
-        if part.dtype != (dtype := dtypes.get(name, dtypes["default"])):  # diffusers may warn of any `to`
-            part.to(dtype)
+        nn.Module.to(part, dtypes.get(name, dtypes["default"]))  # that of diffusers warns of lists that are empty
         parts[name] = part.requires_grad_(False).eval()
     return DiffusionPipeline.from_pretrained(model, **parts, **hub_kwargs)
 

@@ -56,8 +56,8 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
         if not state.is_world_process_zero:
             return
         if "train_runtime" in logs:
-            steps, seconds = state.global_step - self._first[0], time.monotonic() - self._first[1]
-            text = f"{steps} steps in {tqdm.format_interval(seconds)}."
+            seconds = tqdm.format_interval(time.monotonic() - self._first[1])
+            text = f"Done: step {state.global_step} of {state.max_steps} after {seconds}."
         else:
             text = self._row(args, state, logs) if _LOSS in logs else _describe(state.global_step, logs)
         tqdm.write(text)
