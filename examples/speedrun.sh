@@ -26,4 +26,4 @@ paco-trl push "$name" --hub_model_id "$repository"
 paco-trl space "$repository" --output_dir "$name-space"
 hf upload "$repository-space" "$name-space" --repo-type space
 
-echo "$((SECONDS / 60)) minutes. Before and after: $name-evaluation/$name/report.html"
+echo "Done in $((SECONDS / 60)) min. Before and after: $name-evaluation/$name/report.html"

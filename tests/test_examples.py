@@ -183,7 +183,9 @@ def test_the_speedrun(tiny_qwen, tiny_clip, folder_of, tmp_path):
     }
     short = "--use_cpu --bf16 False --judge_quantization None --resolution_scale 0.0625 --num_inference_steps 3 "
     short += "--tail_steps 1 --num_generations 2 --per_device_train_batch_size 2 --num_prompts_per_generation 2 --max_steps 2"
-    evaluation = "--set_layout separate --height 64 --width 64 --num_inference_steps 1 --bf16 False"
+    evaluation = (
+        "--set_layout separate --height 32 --width 32 --num_inference_steps 1 --num_generations 1 --bf16 False"
+    )
     with HubServer({TOKEN: "tester"}) as hub, commands_of(tmp_path) as called:
         for name, folder in models.items():
             hub.add_repo(name, files_of(folder))
