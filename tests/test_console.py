@@ -74,7 +74,13 @@ def test_a_column_that_is_new_or_gone(lines):
 
 
 def test_a_judge_and_what_else_is_logged(lines):
-    evaluation = {"eval_loss": 0.5, "eval_auroc": 0.75, "eval_p_yes/consistent": 0.5, "epoch": 1.0}
+    evaluation = {
+        "eval_loss": 0.5,
+        "eval_decision_loss": 0.4,
+        "eval_auroc": 0.75,
+        "eval_p_yes/consistent": 0.5,
+        "epoch": 1.0,
+    }
     of_images = {"eval_foxes_rewards/a_reward/mean": 0.5, "eval_foxes_rewards/a_reward/baseline": 0.25, "epoch": 1.0}
     shown = lines([{"loss": 0.1, "decision_accuracy": 0.875}, evaluation, of_images, {"mine": 3, "epoch": 1.0}])
     assert shown[0].split()[:4] == ["step", "loss", "accuracy", "s/step"]

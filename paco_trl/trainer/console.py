@@ -6,10 +6,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
@@ -36,6 +38,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
 
     def __init__(self):
         super().__init__()
+        self._stack = ExitStack()
         self._labels: dict[str, None] = {}  # of the columns so far
         self._num_rows = 0
         self._last = self._first = (0, time.monotonic())  # step and time
@@ -46,6 +49,12 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
         self._last = self._first
         if state.is_world_process_zero:
             self.training_bar = _bar(args, total=state.max_steps, initial=step)
+            if not self.training_bar.disable:
+                self._stack.enter_context(logging_redirect_tqdm())  # warnings stand above the bar, not behind it
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self._stack.close()
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if self.prediction_bar is None and state.is_world_process_zero:
@@ -138,7 +147,11 @@ def _shortened(label: str, width: int) -> str:
 def _describe(step: int, logs: dict[str, Any]) -> str:
     """Describe an evaluation by its rewards, with those of the untrained model; other logs by all that they have."""
     means = [name for name in logs if re.search(r"rewards/.+/mean$", name)]
-    losses = [name for name in logs if name.endswith(("_loss", "_decision_accuracy", "_auroc", "_ece"))]
+    losses = [
+        name
+        for name in logs
+        if re.search(r"(?<!decision)(?<!reasoning)_loss$|_decision_accuracy$|_auroc$|_ece$", name)
+    ]
     parts = []
     for name in means or losses or [name for name in logs if name != "epoch"]:
         before = logs.get(f"{name.removesuffix('mean')}baseline") if means else None
