@@ -181,7 +181,8 @@ class TestStages:
             ("grids", {"dtype": "float8"}, ValueError, "float8"),
             ("publish", {}, ValueError, "--hub_model_id"),
             ("grids", {}, FileNotFoundError, "'prompts' is not finished"),
-            ("reasons", {}, FileNotFoundError, "'pairs' is not finished"),
+            ("reasons", {"base_url": "http://a/v1", "model": "m"}, FileNotFoundError, "'pairs' is not finished"),
+            ("reasons", {"model": "m"}, ValueError, "`--base_url` is None"),
         ]:
             with pytest.raises(error, match=token):
                 build(stage, **options)

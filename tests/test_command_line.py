@@ -26,13 +26,12 @@ from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import build_arguments, doctor, env, evaluate_arguments, main
 from paco_trl.commands import parser as parser_module
 from paco_trl.commands.grpo import parser_of
-from paco_trl.commands.parser import CommandParser, option, refuse_unused
+from paco_trl.commands.parser import CommandParser, find_unused, option
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
-from paco_trl.utils.option_checks import errors_of
 from paco_trl.utils.text import number_text
 
 
@@ -121,7 +120,7 @@ class TestFiles:
             if parsed.height is not None and parsed.height > parsed.max_steps + 2:
                 rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
                 yield f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}."
-            yield from errors_of(refuse_unused, parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
+            yield from find_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
 
         (tmp_path / "a.yaml").write_text(text)
         words = ["--config", str(tmp_path / "a.yaml"), *words]
@@ -300,6 +299,8 @@ WRONG = (
     "grpo --dataset_name demo --gradient_accumulation_steps 3 --num_prompts_per_generation 7",
     *("reward --max_length 0", "reward --config paco-flux.1-dev", "grpo --dataset_name demo --adapter no"),
     *("evaluate prompts --dataset_name no.txt", "evaluate prompt", "build grid", "build grids --seeds a"),
+    *("evaluate prompts --dataset_name demo --rewards redness --clip_model a", "build rank --judge_url http://a"),
+    *("evaluate judge --judge_url http://a/v1 --device cpu", "evaluate report --dataset_name demo --card x"),
     *("push no", "merge a", "merge no --output_dir x", "space no", "serve --vllm /no/vllm"),
 )
 AT_ONCE = [*WRONG, *(f"{name} --help" for name in main.COMMANDS), "doctor nft --help", "grpo --help all"]

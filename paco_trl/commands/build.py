@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from ..utils.files import digest
 from ..utils.fingerprint import model_files
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
-from .parser import refuse_unused
-
-
-_REQUEST_OPTIONS = tuple(field.name for field in fields(arguments.RequestArguments))
 
 
 def stage(args, name: str, settings: dict | None = None) -> StageFolder:
@@ -61,8 +56,6 @@ def finish(folder: StageFolder) -> None:
 
 
 def _endpoint_of(args) -> ChatEndpoint:
-    if args.base_url is None or args.model is None:
-        raise ValueError(f"`--base_url` is {args.base_url!r} and `--model` is {args.model!r}. Give both.")
     return ChatEndpoint(args.base_url, args.model, args.api_key_variable, args.max_concurrency)
 
 
@@ -70,19 +63,13 @@ def _endpoint_of(args) -> ChatEndpoint:
 def make_prompts(args: arguments.PromptsArguments) -> None:
     """Load the prompts, or let a language model write them, and keep the most diverse."""
     if args.dataset_name is None:
-        refuse_unused(args, ("dataset_config", "dataset_split"), "without `--dataset_name`")
         endpoint = _endpoint_of(args)
-        try:
-            layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]
-        except ValueError as error:
-            raise ValueError(f"`--layouts` is {args.layouts}, but must be rows x columns, such as 2x2.") from error
+        layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]
         settings = {name: getattr(args, name) for name in ("model", "num_written", "categories", "layouts", "seed")}
         written = stage(args, "written_prompts", settings)
         prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
         report: dict[str, Any] = {"model": args.model, **written.report}
     else:
-        writing = ("base_url", "model", "num_written", "categories", "layouts", "seed", *_REQUEST_OPTIONS)
-        refuse_unused(args, writing, "with `--dataset_name`")
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split, args.dataset_config)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
     if "id" not in prompts.column_names:
@@ -92,12 +79,6 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
     if single:
         raise ValueError(f"The prompt {single[0]!r} has one panel, and nothing to compare it with. Leave it out.")
 
-    if (args.num_selected is None) != (args.embedding_model is None):
-        raise ValueError(
-            f"`--num_selected` is {args.num_selected!r} and `--embedding_model` {args.embedding_model!r}. Give both or none."
-        )
-    if args.num_selected is None:
-        refuse_unused(args, ("duplicate_threshold",), "without `--num_selected`")
     if args.num_selected is not None and args.embedding_model is not None:
         prompts, diversity = building.diversify_prompts(
             prompts, args.embedding_model, args.num_selected, args.duplicate_threshold
@@ -161,13 +142,11 @@ def rank(args: arguments.RankArguments) -> None:
     """Rank by construction or by a judge."""
     instances, panels = result(args, "instances"), result(args, "panels")
     if args.judge_model == "automatic":
-        refuse_unused(args, ("judge_url", "annotator", "dtype"), "without `--judge_model`")
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
         return
     annotator = args.annotator or building.judge_annotator_name(args.judge_model)
     if args.judge_url is not None:
-        refuse_unused(args, ("dtype",), "with `--judge_url`")
         from ..rewards import ServedJudge
 
         judge = ServedJudge(args.judge_url, args.judge_model)
@@ -183,7 +162,6 @@ def rank(args: arguments.RankArguments) -> None:
 # 5. Pairs and held-out rankings
 def make_pairs(args: arguments.PairsArguments) -> None:
     """Turn the rankings into pairs, and hold some out."""
-    refuse_unused(args, ["max_rankings"] * (args.test_size == 0), "with `--test_size 0`")
     instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
     kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
     if args.annotators is None and len(set(kinds.values())) > 1:  # people or judges count without the construction

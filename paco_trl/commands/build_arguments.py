@@ -19,10 +19,12 @@ Interrupted stages resume automatically. The pairs train a judge:
         --first_token_weight 1 --output_dir my-judge
 """
 
-from dataclasses import MISSING, dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .parser import option, run_stage
+from .parser import find_unused, option, run_stage
 from .script_arguments import check_names
 
 
@@ -55,6 +57,11 @@ class ServerArguments(RequestArguments):
 
     base_url: str | None = option(None, "Address of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`.")
     model: str | None = option(None, "Name of the model on the server.")
+
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        if self.base_url is None or self.model is None:
+            yield f"`--base_url` is {self.base_url!r} and `--model` is {self.model!r}. Give both."
 
 
 @dataclass
@@ -126,6 +133,29 @@ class PromptsArguments(ServerArguments, BuildArguments):
     duplicate_threshold: float = option(0.95, "Cosine similarity of near-duplicate prompts, of which one is kept.")
     seed: int = option(0, "Seed of the written prompts.")
 
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        if self.dataset_name is None:
+            yield from super().errors()
+            yield from find_unused(self, ("dataset_config", "dataset_split"), "without `--dataset_name`")
+        else:
+            writing = (
+                "num_written",
+                "categories",
+                "layouts",
+                "seed",
+                *(known.name for known in fields(ServerArguments)),
+            )
+            yield from find_unused(self, writing, "with `--dataset_name`")
+        if not all(re.fullmatch(r"\d+x\d+", text) for text in self.layouts):
+            yield f"`--layouts` is {self.layouts}, but must be rows x columns, such as 2x2."
+        if (self.num_selected is None) != (self.embedding_model is None):
+            yield (
+                f"`--num_selected` is {self.num_selected!r} and `--embedding_model` {self.embedding_model!r}. Give both or none."
+            )
+        elif self.num_selected is None:
+            yield from find_unused(self, ("duplicate_threshold",), "without `--num_selected`")
+
 
 @dataclass
 class GridsArguments(PipelineArguments, BuildArguments):
@@ -165,6 +195,13 @@ class RankArguments(BuildArguments):
         choices=("auto", *DTYPES),
     )  # fmt: skip
 
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        if self.judge_model == "automatic":
+            yield from find_unused(self, ("judge_url", "annotator", "dtype"), "without `--judge_model`")
+        elif self.judge_url is not None:
+            yield from find_unused(self, ("dtype",), "with `--judge_url`")
+
 
 @dataclass
 class PairsArguments(BuildArguments):
@@ -175,6 +212,10 @@ class PairsArguments(BuildArguments):
     test_size: float = option(0.1, "Fraction of the prompts to hold out.")
     max_rankings: int | None = option(3136, "Maximum number of rankings to hold out (paper).")
     seed: int = option(0, "Seed of the split and of all sampling.")
+
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        yield from find_unused(self, ["max_rankings"] * (self.test_size == 0), "with `--test_size 0`")
 
 
 @dataclass

@@ -35,26 +35,15 @@ from ..utils.chat import ChatEndpoint
 from ..utils.files import read_record, sole_writer, write_atomically
 from ..utils.fingerprint import model_files
 from ..utils.names import public_name
-from ..utils.option_checks import check_panel_options
+from ..utils.option_checks import check_panel_options, refuse
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
 from .evaluate_judge import evaluate
 from .evaluate_prompts import evaluate_prompts
-from .parser import refuse_unused
+from .parser import find_unused
 
 
 _SYSTEM_FILE = "system.json"  # says where the scored images are that were generated elsewhere
-
-# Options of `score` that only one of the benchmarks has
-_T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
-_T2IS_ONLY += ("batch_size", "trust_remote_code", *arguments.OF_JUDGES)
-_GEDIT_ONLY = ("protocol", "gedit_repo")
-# What an option of `score` is for
-_NEEDED = {
-    "judges": ("judge_url",),
-    "alignment_model": ("alignment_file", "alignment_url"),
-    "aesthetics_head": ("clip_model",),
-}
 
 # The work behind its `yield` takes hours: what can be wrong is found before
 Step = Generator[None, None, None]
@@ -77,9 +66,9 @@ def _load_benchmark(args) -> Dataset:
             args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None), args.dataset_config
         )
         return arrange_sets(sets, args.set_layout)
-    refuse_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`")
+    refuse(find_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`"))
     if args.benchmark == "stories":
-        refuse_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`")
+        refuse(find_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`"))
         return complete_image_sets(load_stories(args.dataset_name))
     # The source that the published script shows its judge is not the one that is edited
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
@@ -126,17 +115,13 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
 
 def generate(args: arguments.GenerateArguments, trained: Trained | None = None) -> Step:
     """Generate the images of one system; if it is not `trained`, what the options name."""
-    if args.benchmark == "gedit":
-        refuse_unused(args, ("panel_files", "batch_size"), "with `--benchmark gedit`")
-    if len(args.seeds) > 1 and (args.benchmark == "gedit" or args.panel_files):
-        raise ValueError(f"`--seeds` are {args.seeds}, but GEdit-Bench and `--panel_files` take one.")
     trained = args.read_trained() if trained is None else trained
     benchmark, panels = _load_as_trained(args, trained), {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panel_options(**panels)
     else:
-        refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
+        refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
     call = args.call_of(trained)
     names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
     settings = trained.weights | {name: getattr(args, name) for name in names} | trained.settings | call | panels
@@ -166,12 +151,6 @@ def generate(args: arguments.GenerateArguments, trained: Trained | None = None) 
 def score(args: arguments.ScoreArguments) -> Step:
     """Score the images of one system."""
     is_gedit = args.benchmark == "gedit"
-    refuse_unused(args, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {args.benchmark}`")
-    if args.judge_url is None and args.alignment_url is None:
-        refuse_unused(args, arguments.SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
-    for name, unused in _NEEDED.items():
-        if getattr(args, name) is None:
-            refuse_unused(args, unused, f"without `--{name}`")
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
     yield
@@ -191,11 +170,9 @@ def score(args: arguments.ScoreArguments) -> Step:
 
 
 def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
-    if args.judge_url is None or args.judges is None or len(args.judges) != 1:
-        raise ValueError("`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`.")
     edit_protocol(args.protocol, args.gedit_repo)
     check_gedit_prompts(benchmark)
-    endpoint = ChatEndpoint(args.judge_url, args.judges[0], args.api_key_variable, args.max_concurrency)
+    endpoint = ChatEndpoint(str(args.judge_url), (args.judges or [""])[0], args.api_key_variable, args.max_concurrency)
     endpoint.check()
     return endpoint
 
@@ -205,15 +182,9 @@ def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list
     # One model at a time, and one that is asked for both things once
     work: dict[tuple[str, str | None], list] = {}
     if args.alignment_model is not None:
-        if args.alignment_file is None:
-            raise ValueError("`--alignment_model` needs `--alignment_file`: what each panel should show.")
         work[args.alignment_model, args.alignment_url] = [benchmarks.score_alignment]
     for name in args.judges or []:
         work.setdefault((name, args.judge_url), []).append(benchmarks.score_consistency)
-    if all(url is not None for _, url in work):
-        refuse_unused(args, (*arguments.OF_JUDGES, "trust_remote_code"), "without a judge in the process")
-        if args.aesthetics_head is None:
-            refuse_unused(args, ("device", "dtype", "batch_size"), "without a model in the process")
     for name, url in work:
         if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
@@ -266,8 +237,6 @@ def _find_trained_on(args: arguments.ReportArguments, benchmark: Dataset) -> dic
 def report(args: arguments.ReportArguments) -> Step:
     """Write the report of one system, or of two and their difference."""
     if args.card is not None:
-        if args.tuned is None:
-            raise ValueError("`--card` is for the adapter of a tuned system, but there is none.")
         check_card(args.card)
     benchmark = _load_benchmark(args)
     leakage, name = _find_trained_on(args, benchmark), public_name(str(args.dataset_name))
@@ -297,8 +266,6 @@ def report(args: arguments.ReportArguments) -> Step:
 
 def images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
-    if not args.judges:
-        raise ValueError("`--judges` is missing: without one there is nothing to report.")
     trained = args.read_trained()
     if args.benchmark == "t2is":
         _load_as_trained(args, trained)  # the base model gets what the adapter gets
@@ -310,6 +277,7 @@ def images(args: arguments.ImagesArguments) -> None:
         shared = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
         part = kind(**shared | changed | {"output_dir": str(folder / role)})
         part.typed = {name for name in getattr(args, "typed", ()) if name not in changed}
+        refuse(part.errors())
         return part
 
     judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's

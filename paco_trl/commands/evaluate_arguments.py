@@ -19,13 +19,14 @@ A judge is evaluated on rankings by people, or on EditReward-Bench:
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
 from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
 from .build_arguments import DTYPES, PIPELINE_QUANTIZATION, QUANTIZATION_NAMES, PipelineArguments, RequestArguments
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, run_stage
-from .script_arguments import PromptDataArguments, RewardOptions, check_names
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option, run_stage
+from .script_arguments import PromptDataArguments, RewardOptions, check_names, find_unused_reward_options
 
 
 if TYPE_CHECKING:
@@ -45,6 +46,16 @@ BENCHMARKS = {
 # What only a judge in the process has
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
 IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code")
+# Options of `score` that only one of the benchmarks has
+_T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
+_T2IS_ONLY += ("batch_size", "trust_remote_code", *OF_JUDGES)
+_GEDIT_ONLY = ("protocol", "gedit_repo")
+# What an option of `score` is for
+_NEEDED = {
+    "judges": ("judge_url",),
+    "alignment_model": ("alignment_file", "alignment_url"),
+    "aesthetics_head": ("clip_model",),
+}
 
 
 @dataclass
@@ -128,6 +139,20 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     vae_tiling: bool | None = option(None, "Whether the VAE decodes in tiles. If `None`, as in the run, or not.")
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
 
+    @property
+    def folders(self) -> list[str]:
+        """Directories of the results, of the base model and of the adapters."""
+        return ["base", *(os.path.basename(os.path.abspath(adapter)) for adapter in self.adapter or ())]
+
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        yield from find_unused_reward_options(self)
+        if len({*self.folders}) < len(self.folders):
+            yield (
+                f"`--adapter` is {', '.join(self.adapter or ())}: results go to directories of its last name, of which two are "
+                "the same, or `base`. Use another `--output_dir` for some."
+            )
+
 
 @dataclass
 class BenchmarkArguments(SetOptions):
@@ -173,6 +198,13 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     )
     output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
 
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        if self.benchmark == "gedit":
+            yield from find_unused(self, ("panel_files", "batch_size"), "with `--benchmark gedit`")
+        if len(self.seeds) > 1 and (self.benchmark == "gedit" or self.panel_files):
+            yield f"`--seeds` are {self.seeds}, but GEdit-Bench and `--panel_files` take one."
+
 
 @dataclass
 class ScoringOptions(ScoredArguments, JudgeOptions):
@@ -197,6 +229,25 @@ class ScoreArguments(ScoringOptions):
     output_dir: str = option("evaluation/base", "Directory of the system.")
     images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
 
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        is_gedit, judges = self.benchmark == "gedit", self.judges or []
+        yield from find_unused(self, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {self.benchmark}`")
+        if self.judge_url is None and self.alignment_url is None:
+            yield from find_unused(self, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
+        for name, unused in _NEEDED.items():
+            if getattr(self, name) is None:
+                yield from find_unused(self, unused, f"without `--{name}`")
+        if is_gedit and (self.judge_url is None or len(judges) != 1):
+            yield "`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`."
+        if not is_gedit and self.alignment_model is not None and self.alignment_file is None:
+            yield "`--alignment_model` needs `--alignment_file`: what each panel should show."
+        addresses = [self.judge_url] * len(judges) + [self.alignment_url] * (self.alignment_model is not None)
+        if not is_gedit and None not in addresses:
+            yield from find_unused(self, (*OF_JUDGES, "trust_remote_code"), "without a judge in the process")
+            if self.aesthetics_head is None:
+                yield from find_unused(self, ("device", "dtype", "batch_size"), "without a model in the process")
+
 
 @dataclass
 class ReportOptions(ScoredArguments):
@@ -217,6 +268,11 @@ class ReportArguments(ReportOptions):
     tuned: str | None = option(None, "Directory of the system to compare with `base`.")
     output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
 
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        if self.card is not None and self.tuned is None:
+            yield "`--card` is for the adapter of a tuned system, but there is none."
+
 
 @dataclass(kw_only=True)
 class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
@@ -224,6 +280,11 @@ class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
 
     benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).", choices=("t2is", "gedit"))
     output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")
+
+    def errors(self) -> Iterator[str]:
+        """Find what is missing; those of its parts are found when it begins."""
+        if not self.judges:
+            yield "`--judges` is missing: without one there is nothing to report."
 
 
 @dataclass
@@ -257,6 +318,18 @@ class JudgeArguments(JudgeOptions):
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
+
+    def errors(self) -> Iterator[str]:
+        """Find what contradicts one another."""
+        unused = ["template"] * (self.benchmark in ("edit_reward", "editreward_compass"))
+        unused += ["protocol"] * (self.benchmark in ("vc_reward", "editreward_compass"))
+        yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`")
+        if self.judge_model == "clip-i":
+            yield from find_unused(self, (*OF_JUDGES, "trust_remote_code"), "with `--judge_model clip-i`")
+        else:
+            yield from find_unused(self, ("clip_model",), "without `--judge_model clip-i`")
+        where = "without `--judge_url`" if self.judge_url is None else "with `--judge_url`"
+        yield from find_unused(self, SERVED_ONLY if self.judge_url is None else IN_PROCESS_ONLY, where)
 
 
 STAGES = {

@@ -29,8 +29,9 @@ from ..evaluation.edit_reward import LAYOUTS
 from ..utils.chat import ChatEndpoint
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
-from .evaluate_arguments import BENCHMARKS, IN_PROCESS_ONLY, OF_JUDGES, SERVED_ONLY, JudgeArguments, load_judge
-from .parser import judge_options, refuse_unused
+from ..utils.option_checks import refuse
+from .evaluate_arguments import BENCHMARKS, JudgeArguments, load_judge
+from .parser import find_unused, judge_options
 
 
 def load_scorer(script_args: JudgeArguments):
@@ -54,23 +55,11 @@ def load_scorer(script_args: JudgeArguments):
 
 def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report it next to those of the same directory."""
-    unused = ["template"] * (script_args.benchmark in ("edit_reward", "editreward_compass"))
-    unused += ["protocol"] * (script_args.benchmark in LAYOUTS)
-    refuse_unused(script_args, unused, f"with `--benchmark {script_args.benchmark}`")
-    if script_args.judge_model == "clip-i":
-        unused = (*OF_JUDGES, "trust_remote_code")
-        refuse_unused(script_args, unused, "with `--judge_model clip-i`")
-    else:
-        refuse_unused(script_args, ("clip_model",), "without `--judge_model clip-i`")
-    is_served = script_args.judge_url is not None
-    where = "with `--judge_url`" if is_served else "without `--judge_url`"
-    refuse_unused(script_args, IN_PROCESS_ONLY if is_served else SERVED_ONLY, where)
-
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
     # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
-        refuse_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench")
+        refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
         dataset = load_consistency_rank(dataset_name)
     elif script_args.benchmark in LAYOUTS:
         dataset = load_edit_pairs(

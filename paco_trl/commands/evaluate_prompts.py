@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,17 +49,16 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.files import digest, sole_writer, to_png, write_atomically
 from ..utils.fingerprint import describe, model_files
 from ..utils.names import public_name
-from ..utils.option_checks import check_panel_options
+from ..utils.option_checks import check_panel_options, refuse
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
-from .parser import refuse_unused
+from .parser import find_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
     ScriptArguments,
-    check_data_options,
     check_judged,
-    check_reward_options,
+    find_unused_edit_options,
     load_rewards,
     load_train_prompts,
 )
@@ -72,20 +70,14 @@ ImageIndex = tuple[int, int]
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
-    check_reward_options(args)
     adapters = args.adapter or []
-    folders = ["base", *(Path(os.path.abspath(adapter)).name for adapter in adapters)]
-    if len({*folders}) < len(folders):
-        raise ValueError(
-            f"`--adapter` is {', '.join(adapters)}: results go to directories of its last name, of which two are the "
-            "same, or `base`. Use another `--output_dir` for some."
-        )
+    folders = args.folders
     base, *tuned = _read_systems(args)
     class_name = read_index(base.model, base.where)["_class_name"]
     family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
     if family is not None and family.needs_images and "edits" not in args.typed:  # as in training
         args.edits = True
-    check_data_options(args)
+    refuse(find_unused_edit_options(args))
     shared = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
     script_args.model_name_or_path = base.model
@@ -95,7 +87,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
-        refuse_unused(args, PANEL_OPTIONS, "without a set of separate images")
+        refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(base.model)}
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.where, None):

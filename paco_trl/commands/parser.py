@@ -98,10 +98,10 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
     return options
 
 
-def refuse_unused(args: Any, names: Iterable[str], where: str) -> None:
-    """Refuse options that were typed and would do nothing; `where` says in which case."""
+def find_unused(args: Any, names: Iterable[str], where: str) -> Iterator[str]:
+    """Find options that were typed and would do nothing; `where` says in which case."""
     if unused := [f"`--{name}`" for name in names if name in getattr(args, "typed", ())]:
-        raise ValueError(f"{', '.join(unused)} would do nothing {where}. Leave it out.")
+        yield f"{', '.join(unused)} would do nothing {where}. Leave it out."
 
 
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class CommandParser(argparse.ArgumentParser):
     `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
     defaults that depend on the options that are given, of which `known_presets` are all that there are; `foreign` names
     the options of a file that are not for this run, with the reason; and `check` yields what contradicts one another, for
-    the dataclasses and then also for the config. The fields `hidden` are not in the help.
+    the dataclasses and then also for the config, as `errors()` of a dataclass does. The fields `hidden` are not in the help.
     """
 
     def __init__(
@@ -363,6 +363,7 @@ class CommandParser(argparse.ArgumentParser):
                 values, least = value if isinstance(value, list) else [value], 0 if "seed" in name else 1
                 if not isinstance(kind, str) and any(type(number) is int and number < least for number in values):
                     yield f"`--{name}` is {value}, but must be at least {least}."
+            yield from args.errors() if hasattr(args, "errors") else ()
             if isinstance(args, SimpleNamespace):
                 defaults = {name: option.get("default") for name, option in known.items()}
                 check = judge_errors if "first_token_weight" in known else image_errors

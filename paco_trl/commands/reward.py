@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.option_checks import errors_of
-from .parser import CommandParser, option, refuse_unused
+from .parser import CommandParser, find_unused, option
 from .script_arguments import check_names
 
 
@@ -96,7 +95,7 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[str]:
         yield "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    yield from errors_of(refuse_unused, script_args, unused, f"{where} the layout of PaCo-Dataset")
+    yield from find_unused(script_args, unused, f"{where} the layout of PaCo-Dataset")
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:

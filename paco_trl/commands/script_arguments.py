@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import rewards
 from ..utils.names import check_adapter_name, check_dataset_name, check_model_name
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, judge_options, option, refuse_unused
+from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option
 
 
 if TYPE_CHECKING:
@@ -148,12 +148,12 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)
-    yield from errors_of(check_data_options, script_args)
+    yield from find_unused_edit_options(script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield "The reward `edit` is for `--edits`: instructions with source images."
     yield from errors_of(_check_weights, script_args, training_args)
     if not [*errors_of(check_reward_names, script_args)]:
-        yield from errors_of(check_reward_options, script_args)
+        yield from find_unused_reward_options(script_args)
         for name in filter(_is_user_reward, [*script_args.rewards, *(script_args.eval_rewards or ())]):
             yield from errors_of(_find_reward, name)
     flags = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
@@ -161,7 +161,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         yield f"{flags[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
     if not flags:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
-        yield from errors_of(refuse_unused, script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+        yield from find_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
     if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
         logger.warning(
             f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
@@ -186,20 +186,22 @@ def check_names(args: Any, *configs: Any) -> Iterator[str]:
     yield from errors_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
 
 
-def check_data_options(args: PromptDataArguments) -> None:
-    """Refuse options of edits that were typed for other prompts."""
+def find_unused_edit_options(args: PromptDataArguments) -> Iterator[str]:
+    """Find options of edits that were typed for other prompts."""
     if not args.edits:
-        refuse_unused(args, ("image_folder", "max_source_images", "exclude_dataset_name"), "without `--edits`")
+        yield from find_unused(
+            args, ("image_folder", "max_source_images", "exclude_dataset_name"), "without `--edits`"
+        )
 
 
-def check_reward_options(args: RewardOptions) -> None:
-    """Refuse options of a judge or of CLIP that were typed for rewards without one."""
+def find_unused_reward_options(args: RewardOptions) -> Iterator[str]:
+    """Find options of a judge or of CLIP that were typed for rewards without one."""
     names = [*args.rewards, *(getattr(args, "eval_rewards", None) or ())]
     unused = ["clip_model"] * (not {"clip_t", "clip_i"} & {*names})
     unused += ["judge_question", "judge_max_pairs"] * ("consistency" not in names)
     if not _with_judge(names):
         unused += ["judge_model", "judge_url", "judge_quantization", "judge_attn_implementation"]
-    refuse_unused(args, unused, f"with the rewards {', '.join(names)}")
+    yield from find_unused(args, unused, f"with the rewards {', '.join(names)}")
 
 
 def load_train_prompts(script_args: ScriptArguments) -> "Dataset":

@@ -1022,9 +1022,13 @@ SEPARATE_SETS = [
     *_mutants(
         "commands/evaluate.py",
         "test_evaluate_generation.py::test_wrong_options",
-        ("_T2IS_ONLY if is_gedit else _GEDIT_ONLY,", "(),"),
         ("        image_sizes(benchmark, args.height, args.width)", "        pass"),
         ("        check_panel_options(**panels)", "        pass"),
+    ),
+    *_mutants(
+        "commands/evaluate_arguments.py",
+        "test_evaluate_generation.py::test_wrong_options",
+        ("_T2IS_ONLY if is_gedit else _GEDIT_ONLY,", "(),"),
     ),
     *_mutants(
         "planning/memory.py",
