@@ -283,8 +283,9 @@ class TestOptions:
         (parsed,) = parser.parse_args_and_config("folder --max-steps 5".split())
         assert (parsed.resume_from_checkpoint, parsed.max_steps) == ("folder", 5)
 
-    def test_processes_in_a_file(self, tmp_path):
-        """`main` has started them."""
+    def test_processes_in_a_file(self, tmp_path, monkeypatch):
+        """They are started already."""
+        monkeypatch.setenv("PACO_TRL_IS_LAUNCHED", "1")
         (tmp_path / "a.yaml").write_text("num_processes: 2\nmax_steps: 5\n")
         words = ["--config", str(tmp_path / "a.yaml")]
         (parsed,) = CommandParser(Arguments, is_launched=True).parse_args_and_config(words)
@@ -513,7 +514,8 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("accelerate_config: multi_gpu\nnum_processes: 4\n")
     (tmp_path / "zero3").touch()
-    config = ["--config", "a.yaml"]
+    config = ["--config", "a.yaml", *DATA]
+    prompts = ["evaluate", "prompts", "--num_processes", "2", *DATA]
     for words, launched in (
         (["--num_processes", "8", "--accelerate_config", "zero3"], ["--config_file=zero3", "--num_processes=8"]),
         ([], [f"--config_file={CONFIGS / 'multi_gpu.yaml'}", "--num_processes=4"]),
@@ -523,9 +525,22 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
         assert started.pop()[1:] == [
             "-m", "accelerate.commands.launch", *launched, "-m", "paco_trl.commands.main", "grpo", *config,
         ]  # fmt: skip
-    # Their processes have the same file
-    assert main.main(["grpo", *config, "--max_steps", "0"]) == 1 and not started
+    assert main.main(prompts) == 1 and not started  # launched already
     del os.environ["PACO_TRL_IS_LAUNCHED"]
-    assert main.main(["grpo", "--num_processes", "many"]) == 2
-    assert main.main(["grpo", "--accelerate_config", "zero4"]) == 1
+    assert main.main(prompts) == 0 and started.pop()[-5:] == ["paco_trl.commands.main", "evaluate", "prompts", *DATA]
+    # What is wrong is said before, and a round is divided over as many processes
+    for name in ("PACO_TRL_IS_LAUNCHED", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    sizes = ["--gradient_accumulation_steps", "42", "--optimizer_steps_per_generation", "2"]
+    sizes += ["--num_prompts_per_generation", "42"]
+    for words, code in (
+        (["--lora_r", "0", *config], 1),
+        (["--num_processes", "many", *DATA], 1),
+        (["--accelerate_config", "zero4", *DATA], 1),
+        (["--num_processes", "8", *DATA, *sizes], 0),
+        (["--num_processes", "4", *DATA, *sizes], 1),
+    ):
+        assert main.main(["grpo", *words]) == code and len(started) == (code == 0)
+        started.clear()
+        os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
     assert main.main(["push", "--num_processes", "8"]) == 1 and not started

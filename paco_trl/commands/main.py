@@ -141,11 +141,11 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | 
     return config, rest, path.stem if is_recipe else None
 
 
-def _launch(command: str, words: list[str]) -> None:
+def launch(command: list[str], words: list[str]) -> None:
     """Replace this process by `accelerate launch` of the same command if its options are given, under TRL's names."""
     is_launched = bool({"LOCAL_RANK", _IS_LAUNCHED} & os.environ.keys())
     config = {} if is_launched else read_config(words)[0]
-    parser = ArgumentParser(prog=f"paco-trl {command}", add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
     parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))
     options, rest = parser.parse_known_args(words)
@@ -167,7 +167,7 @@ def _launch(command: str, words: list[str]) -> None:
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")  # seconds for an optimizer step and a checkpoint, not 30
     os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
-    words = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", command, *rest]
+    words = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", *command, *rest]
     os.execv(sys.executable, [sys.executable, "-m", *words])
 
 
@@ -208,8 +208,6 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         _check_names(words)
         if command in (*_TRAINING, "doctor") and not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, of which a file has each state
-        if command in _LAUNCHED:
-            _launch(command, words)
         module, _, function = COMMANDS[command][0].partition(":")
         return getattr(import_module(module), function or "main")(words)
 

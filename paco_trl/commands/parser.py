@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from ..utils.option_checks import errors_of, image_errors, judge_errors, refuse
 from ..utils.text import read_json, shorten
-from .main import read_config, say
+from .main import launch, read_config, say
 
 
 # What README, recipes and pages set, in the order of the help; `--help all` has the others too
@@ -184,6 +184,7 @@ class CommandParser(argparse.ArgumentParser):
         )
         self.foreign, self.check, self.shows_all = foreign, check, False
         self.errors: list[str] = []
+        self.launching: dict[str, Any] = {}
         self.kinds: dict[type | str, dict[str, dict[str, Any]]] = {}
         libraries: set[str] = set()
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
@@ -203,7 +204,7 @@ class CommandParser(argparse.ArgumentParser):
         self.required, usual, package, library = self.sections.values()
         package.append(self.add_argument("-h", "--help", action="help", help="Show these options."))
         if is_launched:  # by `main`, before the options are parsed
-            options["num_processes"] = {"help": "Start that many processes, one for each GPU."}
+            options["num_processes"] = {"type": "int", "help": "Start that many processes, one for each GPU."}
             text = "A file of `accelerate`, or the name of a packaged one, such as `zero3`."
             options["accelerate_config"] = {"help": text}
         for name, option in options.items():
@@ -250,7 +251,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""
         refuse([*self.errors, message])
-        raise AssertionError(message)
+        raise ValueError(message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
@@ -293,9 +294,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, args: Sequence[str]) -> tuple:
         """
-        Read the options, and refuse what is wrong without torch and the model, which take seconds. Return those that were
-        typed, those of the file that are taken, all of the file, those that are left out with the reason, which the user
-        has chosen, and the recipe's name.
+        Read the options, refuse what is wrong without torch and the model, which take seconds, and start the processes that
+        are asked for, in place of this one. Return the options that were typed, those of the file that are taken, all of
+        the file, those that are left out with the reason, which the user has chosen, and the recipe's name.
         """
         words = [*args]
         for word in {"-h", "--help"} & {*words}:
@@ -309,6 +310,7 @@ class CommandParser(argparse.ArgumentParser):
             words = [f"--{self.positional}", *words]
         self.errors = []
         typed, in_file = self._parse(words), self._read(config, recipe)
+        self.launching = {name: typed.get(name, config.get(name)) for name in ("num_processes", "accelerate_config")}
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
         left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if in_file.get(name) != "steps"}
         left_out |= self.foreign(in_file)
@@ -320,6 +322,8 @@ class CommandParser(argparse.ArgumentParser):
             refuse([*self.errors, *(error for error in early if not error.endswith("is required."))])
         left_out |= (conflicts := self._settle(lambda options: self._find_early(options, chosen), typed, defaults))
         defaults = {name: value for name, value in defaults.items() if name not in conflicts}
+        if self.is_launched:
+            launch(self.prog.split()[1:], [*args])
         return typed, defaults, in_file, left_out, chosen, recipe
 
     def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[str]:
@@ -340,9 +344,8 @@ class CommandParser(argparse.ArgumentParser):
         for kind, known in self.kinds.items():
             values = {name: options[name] for name in known if name in options}
             if isinstance(kind, str) and not is_built:
-                parsed.append(
-                    SimpleNamespace(**{name: option.get("default") for name, option in known.items()} | values)
-                )
+                plain = {name: option.get("default") for name, option in known.items()}
+                parsed.append(SimpleNamespace(**plain | values | self.launching))
                 continue
             made: Any = getattr(import_module("paco_trl"), kind) if isinstance(kind, str) else kind
             if unknown := values.keys() - {known.name for known in fields(made)}:

@@ -143,14 +143,19 @@ def _value_errors(
 
 
 def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[str]:
-    """Check that the sizes of a round that are set can be."""
+    """Check that the sizes of a round that are set can be, if the number of processes is known."""
+    # Before they are started the command line has it, unless it is in a file of `accelerate`
+    launched = None if getattr(args, "accelerate_config", None) else 1
+    num_processes = os.environ.get("WORLD_SIZE") or getattr(args, "num_processes", None) or launched
+    if num_processes is None:
+        return
     if is_nft:
         num_trained_steps = args.num_noise_levels or args.num_inference_steps - 1
     else:
         num_trained_steps = args.num_sde_steps or len(args.sde_steps)
     yield from errors_of(
         round_sizes, args.num_prompts_per_generation, args.optimizer_steps_per_generation, args.generation_batch_size,
-        args.steps_per_generation, args.gradient_accumulation_steps, num_processes=int(os.environ.get("WORLD_SIZE", 1)),
+        args.steps_per_generation, args.gradient_accumulation_steps, num_processes=int(num_processes),
         num_generations=args.num_generations, batch_size=args.per_device_train_batch_size, num_trained_steps=num_trained_steps,
         num_merged_batches=(args.per_device_rollout_batch_size or 0) // args.per_device_train_batch_size or 1,
     )  # fmt: skip
