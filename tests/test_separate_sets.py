@@ -273,7 +273,7 @@ def test_training(make_trainer, tmp_path, changes):
     for name, count in (("round_00000", 8), ("eval_step_000002", 2)):
         assert len(jsonl(tmp_path / "out" / "contact_sheets" / f"{name}.jsonl")) == count
     pictures = next(iter(trainer.evaluator._baselines.values())).pictures
-    assert [pictures[number].size for number in (0, 1)] == [(192, 64), (128, 64)]
+    assert [pictures[number].size for number in (0, 1)] == [(192 + 2 * 2, 64), (128 + 2, 64)]  # with gaps
 
 
 def test_other_sets_take_the_place_of_dull_ones(make_trainer):
@@ -292,7 +292,8 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
     pictures = shown.pictures
     assert not set(first) & set(final) and [lengths[row] for row in first] == [lengths[row] for row in final]
     assert {number: picture.width for number, picture in pictures.items()} == {
-        number: 32 * lengths[final[number // 4]] for number in range(8)
+        number: 32 * count + 2 * (count - 1)  # with gaps
+        for number, count in enumerate(lengths[final[group]] for group in (0, 1) for _ in range(4))
     }
     twin = make_trainer(**SETTINGS | {"reward_funcs": reward})
     twin.schedule.row_numbers = lambda round_index: final
