@@ -53,7 +53,7 @@ def options_page() -> str:
         "# Options",
         "",
         "Every option of the three configs: a field in Python, `--name` on the command line, a key in a YAML file.",
-        "Those of trackers (`report_to`: wandb, tensorboard, trackio), saving and logging are Trainer's.",
+        "Those of trackers (`report_to`), saving and logging are Trainer's.",
     ]
     for name in CONFIGS:
         lines += ["", f"## {name}", "", f"{INHERITED[name]}."]
