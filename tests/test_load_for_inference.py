@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model_state_dict
 from hub_server import HubServer
 from paco_trl import load_for_inference
 from paco_trl.commands import evaluate_arguments as evaluate
+from paco_trl.commands.grpo import parser_of
+from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.generation.inference import read_trained
 from paco_trl.hub.settings import LoRA, load_settings, save_settings
 from paco_trl.rollout.loading import pipeline_quantization
@@ -48,6 +50,23 @@ def test_as_it_was_trained(run, tmp_path):
     # Its newest model, where a later checkpoint is newer; the adapter is part of it
     base, _ = load_for_inference(pipe.name_or_path, dtype="float32", quantization="int8")
     assert not np.array_equal(draw(base), image)
+
+
+def test_training_goes_on_with_the_base_of_the_adapter(run, tmp_path):
+    parser = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo")
+    words = (
+        f"--dataset_name demo --rewards redness --output_dir {tmp_path}/more --use_cpu --bf16 False --adapter {run}"
+    )
+    script_args, _ = parser.parse_args_and_config(words.split())
+    assert (
+        script_args.model_name_or_path
+        == json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
+    )
+    (tmp_path / "other").symlink_to(script_args.model_name_or_path)
+    words += f" --model_name_or_path {tmp_path}/other"
+    assert (
+        parser.parse_args_and_config(words.split())[0].model_name_or_path == f"{tmp_path}/other"
+    )  # what is typed wins
 
 
 def test_a_transformer_that_was_trained_itself(make_trainer, tiny_flux, tmp_path):

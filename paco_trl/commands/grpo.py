@@ -10,6 +10,7 @@ and Qwen-Image-Edit. `paco-trl doctor` takes the same options and checks them wi
 import json
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ def _fitting(defaults: dict[str, Any], hidden: Collection[str], options: dict[st
 
 def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults of the model's family for options that are not given, and say them."""
+    from ..generation.inference import read_adapter
     from ..rollout.families import FAMILIES, Family
     from ..rollout.loading import read_index
 
@@ -50,14 +52,16 @@ def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any])
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     except ValueError as error:
         raise ValueError(f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}.") from error
-    name = str(
-        read_index(options.get("model_name_or_path", ScriptArguments.model_name_or_path), kwargs)["_class_name"]
-    )
+    model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
+    if "model_name_or_path" not in options and options.get("adapter"):
+        with suppress(ValueError):  # it does not say which it is for
+            model = read_adapter(options["adapter"]).model
+    name = str(read_index(model, kwargs)["_class_name"])
     defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, options)
     if defaults and os.environ.get("RANK", "0") == "0":
         listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
         say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
-    return defaults
+    return {"model_name_or_path": model, **defaults}
 
 
 def parser_of(*kinds: type | str, prog: str, **kwargs) -> CommandParser:
