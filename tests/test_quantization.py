@@ -21,7 +21,14 @@ from trl import ModelConfig, get_quantization_config
 
 import launching
 import tiny_models
-from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
+from paco_trl import (
+    PaCoGRPOConfig,
+    PaCoGRPOTrainer,
+    PaCoReward,
+    PaCoRewardConfig,
+    PaCoRewardTrainer,
+    load_for_inference,
+)
 from paco_trl.commands.evaluate_arguments import JudgeOptions, load_judge
 from paco_trl.commands.evaluate_arguments import main as evaluate_main
 from paco_trl.commands.merge import MergeArguments, merge
@@ -30,6 +37,7 @@ from paco_trl.hub.cards import render_card
 from paco_trl.planning.memory import weights_bytes
 from paco_trl.rewards import ConsistencyReward, redness_reward
 from paco_trl.utils.option_checks import check_quantization
+from paco_trl.utils.quantization import describe_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset
 from test_paco_reward_trainer import colours
@@ -133,6 +141,11 @@ class TestTraining:
         card = (tmp_path / "saved" / "README.md").read_text()
         assert f"| base model in training | quantized: {trainer.quantization} |" in card
         assert "(text_encoder, text_encoder_2, transformer)" in trainer.quantization
+        pages = [(tmp_path / name / "README.md").read_text() for name in ("saved", "unquantized")]
+        assert ["load_for_inference(" in page for page in pages] == [True, False]
+        loaded, _ = load_for_inference(tmp_path / "saved")
+        for part in ("transformer", "text_encoder_2"):
+            assert describe_quantization(getattr(loaded, part)) == describe_quantization(getattr(pipeline, part))
 
     @pytest.mark.parametrize("method", TWO_METHODS)
     def test_ratio_in_bf16(self, make_trainer, method):
