@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -258,10 +259,10 @@ KINDS = {
 
 
 @pytest.fixture
-def beside(monkeypatch) -> set[frozenset[str]]:
-    """Kinds of models that were on the device together when one of them computed."""
+def beside(monkeypatch) -> list[frozenset[str]]:
+    """Kinds of models that were on the device together, each time that one of them computed."""
     built: WeakKeyDictionary = WeakKeyDictionary()
-    found: set[frozenset[str]] = set()
+    found: list[frozenset[str]] = []
     for kind, classes in KINDS.items():
         for model in classes:
 
@@ -270,7 +271,7 @@ def beside(monkeypatch) -> set[frozenset[str]]:
                 _init(self, *args, **kwargs)
 
             def forward(self, *args, _forward=model.forward, **kwargs):
-                found.add(frozenset(name for one, name in built.items() if "cuda" in devices_of(one)))
+                found.append(frozenset(name for one, name in built.items() if "cuda" in devices_of(one)))
                 return _forward(self, *args, **kwargs)
 
             monkeypatch.setattr(model, "__init__", functools.wraps(model.__init__)(init))
@@ -310,26 +311,32 @@ class TestWhatIsOnTheDevice:
         assert images[0].tobytes() != images[1].tobytes()
         assert (frozenset(["text", "transformer"]) in beside) is not offload
         if offload:
-            assert beside == {frozenset(["text"]), frozenset(["transformer"])}
+            assert {*beside} == {frozenset(["text"]), frozenset(["transformer"])}
 
-    @pytest.mark.parametrize("words", ["", "--offload False"])
-    def test_commands_for_datasets(self, words, trained, sets, beside, tmp_path):
-        data = f"--dataset_name {sets}"
-        common = f"--adapter {trained} {words}".split()
-        evaluate.main([*f"generate {data} --output_dir {tmp_path}/images".split(), *common])
-        build.main(f"prompts {data} --build_dir {tmp_path}/build".split())
-        build.main([*f"grids --build_dir {tmp_path}/build --seeds 0 1".split(), *common])
-        assert len(list(tmp_path.rglob("images/*/*.png"))) == 9
+    def test_commands_for_datasets(self, trained, sets, beside, tmp_path):
+        """All prompts of a command are encoded in one turn, and the images are those without turns."""
+        for name, words in (("turns", ""), ("together", "--offload False")):
+            data, common = f"--dataset_name {sets}", f"--adapter {trained} {words}".split()
+            evaluate.main([*f"generate {data} --output_dir {tmp_path}/{name}/images".split(), *common])
+            build.main(f"prompts {data} --build_dir {tmp_path}/{name}/build".split())
+            build.main([*f"grids --build_dir {tmp_path}/{name}/build --seeds 0 1".split(), *common])
+            if name == "turns":
+                assert [kinds for kinds, _ in groupby(beside)] == [frozenset(["text"]), frozenset(["transformer"])] * 2
+                beside.clear()
+        assert frozenset(["text", "transformer"]) in beside
+        files = {path.relative_to(tmp_path / "turns"): path for path in (tmp_path / "turns").rglob("images/*/*.png")}
+        assert len(files) == 9
+        for path, file in files.items():
+            assert (tmp_path / "together" / path).read_bytes() == file.read_bytes()
         for folder in ("images", "build/grids"):
-            settings = json.loads((tmp_path / folder / "settings.json").read_text())
+            settings = json.loads((tmp_path / "turns" / folder / "settings.json").read_text())
             assert settings["quantization"] == "nf4" and settings["num_inference_steps"] == 2
-        assert (frozenset(["text", "transformer"]) in beside) is bool(words)
 
     def test_evaluate_prompts(self, trained, sets, models, beside, tmp_path):
         words = f"prompts --dataset_name {sets} --adapter {trained} --output_dir {tmp_path}/out"
         words += f" --rewards rubric:consistency --judge_model {models['judge']}"
         evaluate.main(words.split())
-        assert beside == {frozenset(["text"]), frozenset(["transformer"]), frozenset(["judge"])}
+        assert {*beside} == {frozenset(["text"]), frozenset(["transformer"]), frozenset(["judge"])}
         (results,) = (tmp_path / "out").glob("*/results.json")
         systems = json.loads(results.read_text())["systems"]
         assert [system["settings"]["quantization"] for system in systems] == ["nf4", "nf4"]
@@ -345,7 +352,7 @@ class TestWhatIsOnTheDevice:
         assert [len(row) for row in scores] == [6, 6]
         next(comparison.generate("A red panda.", 2, 2, seed=2, steps=2))
         alone = {frozenset(["text"]), frozenset(["transformer"]), frozenset(["judge"])}
-        assert beside == (alone if offload else {frozenset(KINDS)})
+        assert {*beside} == (alone if offload else {frozenset(KINDS)})
 
 
 def test_doctor(tiny_flux, prompts, tmp_path):
