@@ -3,7 +3,7 @@
 
 import logging
 import os
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
 from ..hub.settings import ImageModelCard, load_settings
 from ..rollout import FAMILIES, family_of
-from ..rollout.encoder import placed_on
+from ..rollout.encoder import cpu_memory, to_cpu
 from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
 from ..utils.files import find_adapter_file, find_model_file, peft_folder, read_record, split_adapter
 from ..utils.fingerprint import file_digest, model_files
@@ -313,7 +313,8 @@ class Turns:
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
-        self.device, self._placed, self._current = device, ExitStack(), list[nn.Module]()
+        self.device, self._current = device, list[nn.Module]()
+        self._memory = cpu_memory(self._current)
         parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
         family = FAMILIES.get(type(pipeline).__name__)
         names = [name for name in parts if "encoder" in name] if family is None else family.text_encoders
@@ -327,10 +328,10 @@ class Turns:
     def take(self, modules: list[nn.Module]) -> None:
         """Move modules to the device, in place of those that were there."""
         if modules is not self._current:
-            self._current = []
-            self._placed.close()
-            self._placed.enter_context(placed_on(modules, self.device))
-            self._current = modules
+            to_cpu(self._current, self._memory)
+            self._current, self._memory = modules, cpu_memory(modules)
+            for module in modules:
+                module.to(self.device)
 
 
 class TurnHook(ModelHook):

@@ -85,7 +85,7 @@ class PromptEncoder:
         # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed places its weights itself
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self._frozen = [] if is_deepspeed else _frozen_layers(pipeline.transformer)
-        self._frozen_memory = _cpu_memory(self._frozen)
+        self._frozen_memory = cpu_memory(self._frozen)
 
     @torch.no_grad()
     def encode(
@@ -222,7 +222,7 @@ class PromptEncoder:
         encoders = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
         leaving = [layer for layer in self._frozen if next(layer.parameters()).device.type == device.type != "cpu"]
         if leaving:
-            _to_cpu(leaving, self._frozen_memory)
+            to_cpu(leaving, self._frozen_memory)
         try:
             with placed_on(encoders, device):
                 yield
@@ -234,13 +234,13 @@ class PromptEncoder:
 @contextmanager
 def placed_on(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
-    memory = _cpu_memory(modules)
+    memory = cpu_memory(modules)
     for module in modules:
         module.to(device)
     try:
         yield
     finally:
-        _to_cpu(modules, memory)
+        to_cpu(modules, memory)
 
 
 def _frozen_layers(model: nn.Module) -> list[nn.Module]:
@@ -249,7 +249,7 @@ def _frozen_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if not any(weight.requires_grad for weight in layer.parameters())]
 
 
-def _cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]:
+def cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]:
     return [
         (layer, name, weight, weight.data)
         for module in modules
@@ -259,7 +259,7 @@ def _cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Param
     ]
 
 
-def _to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]) -> None:
+def to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]) -> None:
     for layer, name, weight, data in memory:
         weight.data = data
         setattr(layer, name, weight)
