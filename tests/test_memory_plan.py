@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 import tiny_models
 from paco_trl import PaCoRewardConfig
+from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
@@ -193,6 +194,8 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
     kept = device_of(plan)["round"]
+    assert device_of(plan, "evaluate")["replaced weights"] > 0
+    assert device_of(plan, "generate")["replaced weights"] == 0
     # Four micro-batches, each of a prompt. Next to them only what is small: positions, timesteps, guidance
     assert kept <= 4 * sum(storages.values()) < 1.3 * kept
     offloaded = {phase.name: phase for phase in replace(plan, offload_embeddings=True).phases}["train"]
@@ -207,6 +210,12 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
     assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)
+    # While an average generates, the weights in training are there as well
+    for phase, average in (("generate", trainer.old_policy.average), ("evaluate", trainer.ema.average)):
+        replacing = use_weights(trainer.model, average, 0)
+        measured = allocated(replacing.__enter__)
+        replacing.__exit__(None, None, None)
+        assert device_of(plan, phase)["replaced weights"] == pytest.approx(measured, rel=0.01) and measured > 10_000
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
+from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
 from ..trainer.round_trainer import ROUNDS_AHEAD
@@ -501,7 +502,8 @@ class ImageRun:
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         args, layout = self.args, self.args.round_plan
-        is_nft, has_old_policy = hasattr(args, "nft_beta"), getattr(args, "keeps_old_policy", False)  # another average
+        is_nft = isinstance(args, PaCoNFTConfig)
+        has_old_policy = isinstance(args, PaCoNFTConfig) and args.keeps_old_policy  # another average
         averages = (args.ema_decay is not None) + has_old_policy
         frozen = self.weights_bytes(self.model, False, plan.quantization)
         encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
@@ -541,7 +543,15 @@ class ImageRun:
         scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
-        rollout = {**always, "gathered weights": gathered, "VAE": vae}
+        # While an average generates, `use_weights` keeps the weights in training in the dtype of forwards
+        replaced = self.element_size * self.num_trained // stage3
+        evaluation = {
+            **always,
+            "gathered weights": gathered,
+            "VAE": vae,
+            "replaced weights": replaced * (args.ema_decay is not None),
+        }
+        rollout = {**evaluation, "replaced weights": replaced * has_old_policy}
         # Rewards are computed while the next images are generated; offloaded ones visit after the last
         visits, judging = plan.offload_rewards, {"activations of the judge": scored}
         score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
@@ -568,7 +578,7 @@ class ImageRun:
             Phase("decode", {**rollout, "activations": decode}, host),
             Phase("score", {**score, **judging}, host),
             Phase("train", {**always, **adds, "activations": trained}, host),
-            Phase("evaluate", {**rollout, "activations": full, **({} if visits else judging)}, host),
+            Phase("evaluate", {**evaluation, "activations": full, **({} if visits else judging)}, host),
         ]
 
     def commands(self, plan: "MemoryPlan") -> list[Phase]:
