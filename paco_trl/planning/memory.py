@@ -296,16 +296,17 @@ def affine(measure: Callable[..., int], batch_size: int, *settings: Any) -> int:
     return single + (batch_size - 1) * (measure(2, *settings) - single)
 
 
-class JudgeRun:
-    """Training of a judge, or without `args` a judge as a reward; its vision tower is counted by its weights."""
-
-    max_batch_size = 1024
+class JudgeNetwork:
+    """A judge, as a reward has it; its vision tower is counted by its weights."""
 
     def __init__(
-        self, model: str, args: PaCoRewardConfig | None, peft_config: LoraConfig | None, quantization: str | None
+        self,
+        model: str,
+        quantization: str | None,
+        dtype: torch.dtype = torch.bfloat16,
+        peft_config: LoraConfig | None = None,
     ):
-        self.mode, self.quantization = PlanMode(), quantization
-        self.dtype = torch.bfloat16 if args is None or args.bf16 else torch.float32
+        self.mode, self.quantization, self.dtype = PlanMode(), quantization, dtype
         with init_empty_weights():
             config = read_judge_config(model)
             self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
@@ -313,17 +314,6 @@ class JudgeRun:
         with shortened(self.model):
             fake_weights(self.model, self.mode)
         self.weights_bytes = functools.cache(weights_bytes)
-        if args is None:
-            return
-        self.args = args
-        self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
-        pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
-        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
-        self.size = f"{self.num_tokens} tokens"
-        self.settings = {
-            "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
-            "quantization": quantization, "num_processes": args.world_size,
-        }  # fmt: skip
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
@@ -333,6 +323,24 @@ class JudgeRun:
             embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)
             forward = lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state  # noqa: E731
             return measure_peak(forward, self.model.train(trains), trains)
+
+
+class JudgeRun(JudgeNetwork):
+    """Training of a judge."""
+
+    max_batch_size = 1024
+
+    def __init__(self, model: str, args: PaCoRewardConfig, peft_config: LoraConfig, quantization: str | None):
+        super().__init__(model, quantization, torch.bfloat16 if args.bf16 else torch.float32, peft_config)
+        self.args = args
+        self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+        pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
+        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
+        self.size = f"{self.num_tokens} tokens"
+        self.settings = {
+            "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
+            "quantization": quantization, "num_processes": args.world_size,
+        }  # fmt: skip
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         frozen = self.weights_bytes(self.model, False, plan.quantization)
@@ -362,11 +370,20 @@ class ImageRun:
     ):  # fmt: skip
         self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
         self._read_rewards(reward_models, judge_quantization)
+        self._load(model, peft_config)
+        self._read_prompts(dataset)
+        names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
+        self.settings = {name: getattr(args, name) for name in names} | {
+            "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
+            "serves_judge": not self.judges, "num_processes": args.round_plan.num_processes,
+        }  # fmt: skip
+
+    def _load(self, model: str, peft_config: Any) -> None:
+        args, init = self.args, self.args.model_init_kwargs or {}
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, str)
         self.in_training = functools.partial(as_in_training, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
-        init = args.model_init_kwargs or {}
         pipeline = load_without_weights(model, dtypes, **hub_arguments(init))
         transformer, parts = pipeline.transformer, pipeline.components
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
@@ -395,7 +412,12 @@ class ImageRun:
         self.text_encoders = [parts[name] for name in self.family.text_encoders if parts[name] is not None]
         for encoder in self.text_encoders:
             return_zeros(encoder)
-        rows = self.rows = PromptRows(dataset, args, "the dataset").measure(pipeline, self.family)
+        self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
+
+    def _read_prompts(self, dataset: Dataset | None) -> None:
+        """Find the row with the largest images and the longest prompt."""
+        args = self.args
+        rows = self.rows = PromptRows(dataset, args, "the dataset").measure(self.pipeline, self.family)
         size = lambda prompt: (math.prod(rows.training_sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
         self.row_number, self.prompt = max(rows.image_prompts, key=size)
         self.negative_prompt = rows.negative_prompts[self.row_number]
@@ -405,16 +427,10 @@ class ImageRun:
         # By `is_full`, the inference size
         self.sizes = rows.training_sizes[self.row_number], rows.inference_sizes[self.row_number]
         self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
-        self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
-        names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
-        self.settings = {name: getattr(args, name) for name in names} | {
-            "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
-            "serves_judge": not self.judges, "num_processes": args.round_plan.num_processes,
-        }  # fmt: skip
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
-        self.judges, self.clip_bytes = list[JudgeRun](), 0
-        make = functools.cache(lambda base: JudgeRun(base, None, None, quantization))
+        self.judges, self.clip_bytes = list[JudgeNetwork](), 0
+        make = functools.cache(lambda base: JudgeNetwork(base, quantization))
         for config in map(read_judge_config, models):
             if isinstance(config, CLIPConfig):
                 with init_empty_weights():
@@ -500,37 +516,36 @@ class ImageRun:
         """Return the peak of the VAE's encoder for a first panel."""
         return measure_peak(lambda: self.encode_image(self.panel(is_full)), self.vae)
 
-    def phases(self, plan: "MemoryPlan") -> list[Phase]:
-        args, layout = self.args, self.args.round_plan
-        is_nft = isinstance(args, PaCoNFTConfig)
-        has_old_policy = isinstance(args, PaCoNFTConfig) and args.keeps_old_policy  # another average
-        averages = (args.ema_decay is not None) + has_old_policy
-        frozen = self.weights_bytes(self.model, False, plan.quantization)
-        encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
-        always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages)
-        vae, stage3 = self.weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
-        always["reference"] = self.reference_bytes // stage3
-        judges = () if plan.serves_judge else self.judges
-        rewards = sum(self.weights_bytes(judge.network, False, judge.quantization) for judge in judges)
-        rewards += self.clip_bytes
-        always["rewards"] = 0 if plan.offload_rewards else rewards
+    @property
+    def has_old_policy(self) -> bool:
+        return isinstance(self.args, PaCoNFTConfig) and self.args.keeps_old_policy
 
-        # A round: float32 latents of each image and step, and embeddings, which images of a prompt share unless batches
-        # cross prompts. With source images the transformer's input is kept as well; in DiffusionNFT and AWM an image's two
-        # latents are those of all its times, each of which has an input, a target and a velocity.
-        images = layout.micro_batches_per_process * layout.batch_size
-        crosses_prompts = layout.num_generations % layout.rollout_batch_size != 0
-        prompts = images if crosses_prompts else min(layout.num_prompts, layout.micro_batches_per_process)
-        encoded = self.embeddings().values()
-        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
+    @property
+    def prompts_of_round(self) -> int:
+        """Count the prompts whose embeddings a round has; images of a prompt share them unless batches cross prompts."""
+        round_plan = self.args.round_plan
+        if round_plan.num_generations % round_plan.rollout_batch_size:
+            return round_plan.micro_batches_per_process * round_plan.batch_size
+        return min(round_plan.num_prompts, round_plan.micro_batches_per_process)
+
+    @property
+    def latents_of_round(self) -> int:
+        """Count the bytes of the float32 latents of each image and step that a round keeps."""
+        args, round_plan = self.args, self.args.round_plan
+        is_nft = isinstance(args, PaCoNFTConfig)
+        # In DiffusionNFT and AWM an image's two latents are those of all its times, each of which has an input, a target and
+        # a velocity. With source images the transformer's input is kept as well
         once, kept = (2, 3) if is_nft else (0, 3)
         kept += 2 * bool(self.rows.sources or self.rows.is_anchored)
-        kept += has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
-        embeddings = _FLOAT32 * prompts * sum(tensor.numel() for tensor in encoded)
-        always["round"] = _FLOAT32 * (once + kept * layout.num_trained_steps) * images * latent
-        always["round"] += 0 if plan.offload_embeddings else embeddings
+        kept += self.has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
+        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
+        images = round_plan.micro_batches_per_process * round_plan.batch_size
+        return _FLOAT32 * (once + kept * round_plan.num_trained_steps) * images * latent
 
-        batch, evaluated = plan.batch_size * layout.num_merged_batches, args.per_device_eval_batch_size
+    def _activations(self, plan: "MemoryPlan") -> dict[str, int]:
+        """Return the activations of each phase of the image model."""
+        args = self.args
+        batch, evaluated = plan.batch_size * args.round_plan.num_merged_batches, args.per_device_eval_batch_size
         trained = affine(self.training, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
         step = affine(self.step, batch, False, plan.quantization)
         decode = affine(self.decoding, batch, False, plan.vae_tiling)
@@ -539,25 +554,42 @@ class ImageRun:
         full = max(full, affine(self.decoding, evaluated, is_full, plan.vae_tiling))
         if self.rows.is_anchored:  # which is encoded in between
             step, full = max(step, self.first_panel(False)), max(full, self.first_panel(is_full))
-        num_tokens = judge_tokens(math.prod(self.sizes[0]))
-        scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
+        return {"generate": step, "decode": decode, "train": trained, "evaluate": full}
+
+    def phases(self, plan: "MemoryPlan") -> list[Phase]:
+        args, encoded = self.args, self.embeddings().values()
+        frozen = self.weights_bytes(self.model, False, plan.quantization)
+        encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
+        vae, stage3 = self.weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
+        judges = () if plan.serves_judge else self.judges
+        rewards = sum(self.weights_bytes(judge.network, False, judge.quantization) for judge in judges)
+        rewards += self.clip_bytes
+        embeddings = _FLOAT32 * self.prompts_of_round * sum(tensor.numel() for tensor in encoded)
+
+        averages = (args.ema_decay is not None) + self.has_old_policy
+        always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages)
+        always["reference"] = self.reference_bytes // stage3
+        always["rewards"] = 0 if plan.offload_rewards else rewards
+        always["round"] = self.latents_of_round + (0 if plan.offload_embeddings else embeddings)
         is_gathered = stage3 > 1 and args.ds3_gather_for_generation
         gathered = frozen + self.element_size * self.num_trained if is_gathered else 0
-        # While an average generates, `use_weights` keeps the weights in training in the dtype of forwards
+        generation = {**always, "gathered weights": gathered, "VAE": vae}
+        # While an average generates, `use_weights` keeps the weights in training, in the dtype of forwards
         replaced = self.element_size * self.num_trained // stage3
-        evaluation = {
-            **always,
-            "gathered weights": gathered,
-            "VAE": vae,
-            "replaced weights": replaced * (args.ema_decay is not None),
-        }
-        rollout = {**evaluation, "replaced weights": replaced * has_old_policy}
-        # Rewards are computed while the next images are generated; offloaded ones visit after the last
-        visits, judging = plan.offload_rewards, {"activations of the judge": scored}
-        score = {**always, "rewards": rewards} if visits else {**rollout, "activations": max(step, decode)}
+        rollout = {**generation, "replaced weights": replaced * self.has_old_policy}
+        evaluation = {**generation, "replaced weights": replaced * (args.ema_decay is not None)}
         # Between rounds, when the frozen weights leave the device to the text encoders, except with DeepSpeed
         encoding = {**always, "round": 0, "text encoders": encoders}
         encoding["frozen weights"] = 0 if plan.zero_stage is None else always["frozen weights"]
+
+        activations = self._activations(plan)
+        num_tokens = judge_tokens(math.prod(self.sizes[0]))
+        judging = {"activations of the judge": max((judge.peak(8, num_tokens) for judge in judges), default=0)}
+        # Rewards are computed while the next images are generated; offloaded ones visit after the last
+        visits, generated = plan.offload_rewards, max(activations["generate"], activations["decode"])
+        score = {**always, "rewards": rewards} if visits else {**rollout, "activations": generated}
+        evaluation |= {"activations": activations["evaluate"], **({} if visits else judging)}
+
         host = {
             "libraries": _LIBRARIES,
             "text encoders": encoders,
@@ -567,18 +599,18 @@ class ImageRun:
             "rewards": rewards if visits else 0,
         }
         if args.embeddings_dir is None:
-            count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * prompts)
+            count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_of_round)
             host["embeddings"] = count * sum(tensor.nbytes for tensor in encoded)
         # Quantized weight by weight, while they are read from files that take no memory of the process
         loaded = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
         return [
             Phase("load", {}, loaded),
             Phase("encode", encoding, loaded),
-            Phase("generate", {**rollout, "activations": step}, host),
-            Phase("decode", {**rollout, "activations": decode}, host),
+            Phase("generate", {**rollout, "activations": activations["generate"]}, host),
+            Phase("decode", {**rollout, "activations": activations["decode"]}, host),
             Phase("score", {**score, **judging}, host),
-            Phase("train", {**always, **adds, "activations": trained}, host),
-            Phase("evaluate", {**evaluation, "activations": full, **({} if visits else judging)}, host),
+            Phase("train", {**always, **adds, "activations": activations["train"]}, host),
+            Phase("evaluate", evaluation, host),
         ]
 
     def commands(self, plan: "MemoryPlan") -> list[Phase]:

@@ -57,7 +57,7 @@ def image_settings(
     args: PaCoGRPOConfig, rows: PromptRows, step: int, is_adapter: bool, use_ema: bool
 ) -> dict[str, Any]:
     """Return the settings of a run that has made `step` optimizer steps, without those that it does not use."""
-    layout, saved_weights = args.round_plan, None
+    round_plan, saved_weights = args.round_plan, None
     if args.ema_decay is not None:
         saved_weights = f"moving average, decay {args.ema_decay} for each optimizer step"
         if not use_ema:
@@ -74,9 +74,9 @@ def image_settings(
     )  # fmt: skip
     settings = {
         "optimizer_steps": step,
-        "num_prompts_per_generation": layout.num_prompts,
-        "optimizer_steps_per_generation": layout.num_optimizer_steps,
-        "effective_batch": layout.num_images // layout.num_optimizer_steps,
+        "num_prompts_per_generation": round_plan.num_prompts,
+        "optimizer_steps_per_generation": round_plan.num_optimizer_steps,
+        "effective_batch": round_plan.num_images // round_plan.num_optimizer_steps,
         **{name: list(*values) for name, values in sizes.items() if has_one_size},
         "set_layout": SEPARATE if is_separate else args.set_layout,
         **{name: getattr(args, name) for name in names if name not in unused},
