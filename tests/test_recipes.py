@@ -359,7 +359,7 @@ class TestTypedOptions:
             with monkeypatch.context() as patch:  # which are read
                 patch.chdir(tmp_path)
                 parsed = parser_for(command).parse_args_and_config(words)
-                check_rewards(*parsed[:2])
+                check_rewards(parsed[0])
             values = {f.name: getattr(each, f.name) for each in parsed for f in fields(each)}
             return values, capsys.readouterr().err, get_peft_config(parsed[0])
 

@@ -237,7 +237,7 @@ def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> 
 def check_rewards_load(state: DoctorState) -> Row | str:
     """Check the rewards and their weights, before a model is loaded."""
     args, script_args = state.args, state.script_args
-    check_rewards(script_args, args)
+    check_rewards(script_args)
     if state.train_dataset is not None:
         check_judged(script_args, state.train_dataset)
     if state.skips and any(map(has_model, [*script_args.rewards, *(script_args.eval_rewards or ())])):

@@ -90,7 +90,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
     from .training import check_start, train_and_save
 
     check_start(training_args, PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER)
-    check_rewards(script_args, training_args)
+    check_rewards(script_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
     fit_panel_options(script_args, training_args, train_dataset, eval_dataset)

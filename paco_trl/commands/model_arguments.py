@@ -6,6 +6,7 @@ import runpy
 import shlex
 import sys
 from dataclasses import MISSING, dataclass
+from typing import Any
 
 from ..utils.names import repository
 from .main import say
@@ -87,24 +88,22 @@ class ServeArguments:
     vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
 
+def _parse(kind: type, command: str, words: list[str], **kwargs) -> Any:
+    return CommandParser(kind, prog=f"paco-trl {command}", check=check_names, **kwargs).parse_args_and_config(words)[0]
+
+
 def main_push(arguments: list[str]) -> int:
     """Run `paco-trl push`."""
-    (args,) = CommandParser(PushArguments, positional="folder", prog="paco-trl push").parse_args_and_config(arguments)
+    args = _parse(PushArguments, "push", arguments, positional="folder")
     sys.stdout.write(f"{work_of('push', 'push')(args)}\n")
     return 0
 
 
 def main_merge(arguments: list[str]) -> int:
     """Run `paco-trl merge`."""
-    parser = CommandParser(
-        MergeArguments,
-        positional="adapter",
-        check=check_names,
-        prog="paco-trl merge",
-        usage="paco-trl merge ADAPTER --output_dir DIRECTORY [options]",
-        description="Merges a LoRA adapter into the weights of its base model, on the CPU.",
-    )
-    (args,) = parser.parse_args_and_config(arguments)
+    usage = "paco-trl merge ADAPTER --output_dir DIRECTORY [options]"
+    text = "Merges a LoRA adapter into the weights of its base model, on the CPU."
+    args = _parse(MergeArguments, "merge", arguments, positional="adapter", usage=usage, description=text)
     work_of("merge", "merge")(args)
     sys.stdout.write(f"Merged weights, and a README.md that shows how to load them: {args.output_dir}\n")
     return 0
@@ -112,8 +111,7 @@ def main_merge(arguments: list[str]) -> int:
 
 def main_space(arguments: list[str]) -> int:
     """Run `paco-trl space`."""
-    parser = CommandParser(SpaceArguments, positional="adapter", check=check_names, prog="paco-trl space")
-    (args,) = parser.parse_args_and_config(arguments)
+    args = _parse(SpaceArguments, "space", arguments, positional="adapter")
     folder = work_of("space", "write_space")(args)
     sys.stdout.write(f"{folder}\n")
     if args.launch:
@@ -127,13 +125,8 @@ def main_space(arguments: list[str]) -> int:
 
 def main_serve(arguments: list[str]) -> None:
     """Run `paco-trl serve`: replace this process by vLLM."""
-    parser = CommandParser(
-        ServeArguments,
-        prog="paco-trl serve",
-        usage="paco-trl serve [options] [-- options of vllm serve]",
-        description="Starts vLLM for a judge. The process becomes that of vLLM.",
-    )
-    separator = [*arguments, "--"].index("--")
-    (args,) = parser.parse_args_and_config(arguments[:separator])
-    args.vllm_args += arguments[separator + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
+    place, usage = [*arguments, "--"].index("--"), "paco-trl serve [options] [-- options of vllm serve]"
+    text = "Starts vLLM for a judge. The process becomes that of vLLM."
+    args = _parse(ServeArguments, "serve", arguments[:place], usage=usage, description=text)
+    args.vllm_args += arguments[place + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
     work_of("serve", "serve")(args)

@@ -23,23 +23,13 @@ from .main import launch, read_config, say
 
 
 # What README, recipes and pages set, in the order of the help; `--help all` has the others too
-_USUAL = (
-    *("model_name_or_path", "output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint"),
-    *(
-        "rewards",
-        "judge_model",
-        "judge_url",
-        "edits",
-        "dataset_split",
-        "eval_dataset_name",
-        "eval_split",
-        "eval_strategy",
-    ),
-    *("num_prompts_per_generation", "num_generations", "num_inference_steps", "guidance_scale", "height", "width"),
-    *("per_device_train_batch_size", "first_token_weight", "learning_rate", "nft_beta", "lora_r", "adapter"),
-    *("quantization", "load_in_4bit", "gradient_checkpointing", "use_cpu", "save_steps", "report_to"),
-    *("push_to_hub", "hub_model_id", "num_processes", "accelerate_config", "device_memory"),
-)
+_USUAL = """
+    model_name_or_path output_dir max_steps num_train_epochs resume_from_checkpoint rewards judge_model judge_url edits
+    dataset_split eval_dataset_name eval_split eval_strategy num_prompts_per_generation num_generations num_inference_steps
+    guidance_scale height width per_device_train_batch_size first_token_weight learning_rate nft_beta lora_r adapter
+    quantization load_in_4bit gradient_checkpointing use_cpu save_steps report_to push_to_hub hub_model_id num_processes
+    accelerate_config device_memory
+""".split()
 
 # Where the help of TRL or transformers speaks of language models, or does not say what an option does here
 _HELP = {
@@ -176,13 +166,8 @@ class CommandParser(argparse.ArgumentParser):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
-        self.positional, self.is_launched, self.presets, self.known_presets = (
-            positional,
-            is_launched,
-            presets,
-            known_presets,
-        )
-        self.foreign, self.check, self.shows_all = foreign, check, False
+        self.positional, self.is_launched, self.foreign, self.check = positional, is_launched, foreign, check
+        self.presets, self.known_presets, self.shows_all = presets, known_presets, False
         self.errors: list[str] = []
         self.launching: dict[str, Any] = {}
         self.kinds: dict[type | str, dict[str, dict[str, Any]]] = {}
@@ -209,12 +194,9 @@ class CommandParser(argparse.ArgumentParser):
             options["accelerate_config"] = {"help": text}
         for name, option in options.items():
             action = self._add_option(name, option)
-            is_usual = bool(libraries) and name in _USUAL
-            is_required = option.get("required", False)
-            section = (
-                self.required if is_required else usual if is_usual else library if name in libraries else package
-            )
-            section.append(action)
+            section = library if name in libraries else package
+            section = usual if libraries and name in _USUAL else section
+            (self.required if option.get("required") else section).append(action)
             if name in hidden or name == "fsdp_config":  # training refuses FSDP
                 action.help = argparse.SUPPRESS
         usual.sort(key=lambda action: _USUAL.index(action.dest))
@@ -245,8 +227,14 @@ class CommandParser(argparse.ArgumentParser):
             formatter.add_arguments(actions)
             formatter.end_section()
         if is_short:
+            recipes = sorted(file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+            known = [name for name in recipes if self._option_string_actions.keys() >= self._flags_of(name)]
+            formatter.add_text(f"`--config` takes a YAML file of options, or a recipe: {', '.join(known)}.")
             formatter.add_text(f"`{self.prog} --help all` lists every option.")
         return formatter.format_help()
+
+    def _flags_of(self, recipe: str) -> set[str]:
+        return {f"--{name}" for name in read_config(["--config", recipe])[0]}
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""

@@ -283,14 +283,11 @@ def _check_weights(script_args: ScriptArguments, training_args: Any) -> None:
     check_required(training_args.reward_required, names, weights)
 
 
-def check_rewards(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") -> None:
-    """Refuse rewards that are none, and settings that are not one for each, before anything is loaded."""
+def check_rewards(script_args: ScriptArguments) -> None:
+    """Refuse functions of the user's that cannot be called as rewards are, before anything is loaded."""
     from ..rewards.checks import check_reward_functions
 
-    check_reward_names(script_args)
-    _check_weights(script_args, training_args)
-    names = script_args.rewards
-    for name in (*names, *(script_args.eval_rewards or ())):
+    for name in (*script_args.rewards, *(script_args.eval_rewards or ())):
         if _is_user_reward(name) and not has_model(name):
             check_reward_functions([_find_reward(name)])
 

@@ -93,10 +93,16 @@ _MAY_BE_INFINITE = (
 )  # fmt: skip
 
 
+class OptionError(ValueError):
+    """Options, or values of settings, that cannot be."""
+
+
 def refuse(errors: Iterable[str]) -> None:
-    """Raise `ValueError` with all errors that there are, each in a line."""
+    """Raise an error with all messages that there are, each in a line."""
     if messages := list(dict.fromkeys(errors)):
-        raise ValueError(messages[0] if len(messages) == 1 else "\n- ".join([f"{len(messages)} problems:", *messages]))
+        raise OptionError(
+            messages[0] if len(messages) == 1 else "\n- ".join([f"{len(messages)} problems:", *messages])
+        )
 
 
 def image_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
