@@ -94,7 +94,7 @@ class TestLoss:
         own = gradients(trainer, trainer.compute_loss(trainer.model, entry))
         v = predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
         t, log_probs = step.times.double(), []
-        for each in (v, step.old_velocity):
+        for each in (v, step.rollout_velocity):
             error = ((each.double() - step.target.double()) ** 2).flatten(1).mean(1)
             log_probs.append(-t * error if "awm_weighting" in settings else -4 * t * (error**0.25))
         ratio = (log_probs[0] - log_probs[1]).exp()
@@ -103,7 +103,7 @@ class TestLoss:
         loss = -torch.minimum(ratio * a, ratio.clamp(1 - epsilon, 1 + epsilon) * a)
         if trainer.args.old_policy_beta > 0:
             old = velocity_with(trainer, step, trainer.old_policy.average)
-            assert torch.equal(old, step.old_policy_velocity) and not torch.equal(old, step.old_velocity)
+            assert torch.equal(old, step.old_policy_velocity) and not torch.equal(old, step.rollout_velocity)
             loss = loss + 0.5 * ((v - old) ** 2).flatten(1).mean(1)
             with trainer.model.disable_adapter():
                 loss = loss + 0.3 * ((v - velocity_with(trainer, step)) ** 2).flatten(1).mean(1)
@@ -147,12 +147,12 @@ class TestOldPolicy:
     def test_restrains_and_does_not_generate(self, make_nft):
         trainer, record = recorded(make_nft, loss_type="awm", max_steps=4, old_policy_decay_rate=0.25)
         first, second = record.rounds[0][0]["record"], record.rounds[1][0]["record"]
-        assert torch.equal(first.old_policy_velocity, first.old_velocity)  # both are the model's at the beginning
-        assert torch.equal(velocity_with(trainer, second, record.weights[2]), second.old_velocity)
+        assert torch.equal(first.old_policy_velocity, first.rollout_velocity)  # both are the model's at the beginning
+        assert torch.equal(velocity_with(trainer, second, record.weights[2]), second.rollout_velocity)
         assert torch.equal(
             velocity_with(trainer, second, record.averages["old_policy"][2]), second.old_policy_velocity
         )
-        assert not torch.equal(second.old_velocity, second.old_policy_velocity)
+        assert not torch.equal(second.rollout_velocity, second.old_policy_velocity)
         for name, value in record.averages["old_policy"][4].items():
             expected = 0.5 * record.averages["old_policy"][2][name] + 0.5 * record.weights[4][name]
             torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)

@@ -306,7 +306,7 @@ def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     encoder = new_encoder(policy, case, rows := rows_of([PROMPT], [case.images]))
     encoder.encode(rows, [0], case.scale)
     encoded = fetch(encoder, rows, [0], case.scale).embeddings[0]
-    arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.to("cpu").items()}
+    arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.arguments_on("cpu").items()}
     prepared = [policy.family.prepare_image(policy.pipeline, image, case.scale) for image in case.images]
     return arguments, [EncodedImage(*each) for each in zip(prepared, encoded.image_latents, strict=True)]
 

@@ -139,7 +139,7 @@ def generate_in_both_ways(trainer, folder, adapter) -> dict[str, np.ndarray]:
         encoded, images = fetched.embeddings[0], fetched.source_images(0)
         with family.generation_context(pipeline, images):
             image = pipeline(
-                **family.batch_arguments(encoded.to("cpu")),
+                **family.batch_arguments(encoded.arguments_on("cpu")),
                 **family.call_arguments(*rows.training_sizes[0], args.guidance_scale, images),
                 num_inference_steps=2,
                 generator=[torch.Generator().manual_seed(0)],

@@ -21,7 +21,7 @@ from torchvision.transforms.functional import pil_to_tensor
 import tiny_models
 from paco_trl import PaCoReward
 from paco_trl.rewards import ClipTReward, redness_reward
-from paco_trl.rollout.encoder import placed_on
+from paco_trl.utils.placement import placed_on
 from test_family_training import CASES, Case, make_dataset
 from testing_utils import are_equal, weights_of
 

@@ -45,6 +45,11 @@ def broken_reward(prompts, completions, **kwargs):
     return [None] * len(completions)
 
 
+def recorded_step(index, sigma, sigma_next, sigma_max, sample, prev_sample, log_prob, mean=None) -> RecordedStep:
+    times = {"index": index, "sigma": sigma, "sigma_next": sigma_next, "sigma_max": sigma_max}
+    return RecordedStep(**times, sample=sample, prev_sample=prev_sample, log_prob=log_prob, mean=mean, calls=[])
+
+
 class TestTraining:
     def test_trained_weights_change_and_frozen_ones_do_not(self, make_small):
         trainer = make_small(max_steps=2)
@@ -355,7 +360,7 @@ class TestRatio:
 
     def test_the_worst_image_counts(self):
         latents = torch.zeros(4, 1)
-        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        record = recorded_step(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4))
         args = PaCoGRPOConfig("x", use_cpu=True, bf16=False, epsilon=1e-3, ratio_tolerance=1e-4)
         statistics = RatioStatistics(Accelerator(cpu=True), args)
         for worst in (0.9e-4, 3e-4, -3e-4):  # the mean is below the tolerance
@@ -374,7 +379,7 @@ class TestRatio:
         sde, times, generator = SDESettings((3,), 0.7, sde_type), (0.8, 0.7), torch.Generator().manual_seed(0)
         sample, velocity, noise = (torch.randn(800, 512, generator=generator) for _ in range(3))
         step = sde_step(velocity, sample, *times, 0.7, sde_type, generator=generator)
-        record = RecordedStep(3, *times, 0.95, sample, step.prev_sample, step.log_prob, [], step.mean)
+        record = recorded_step(3, *times, 0.95, sample, step.prev_sample, step.log_prob, step.mean)
         deviations = []
         for difference in (0.01, 0.03):
             log_prob, mean, std = score_step(velocity + difference * noise, record, sde)
@@ -396,7 +401,7 @@ class TestRatio:
         sample, velocity, noise = (torch.randn(64, 1024 * 64, generator=generator) for _ in range(3))
         sde = SDESettings((1,), 0.7, "flow_sde")
         step = sde_step(velocity, sample, *times, 0.7, "flow_sde", generator=generator)
-        record = RecordedStep(1, *times, 0.9, sample, step.prev_sample, step.log_prob, [], step.mean)
+        record = recorded_step(1, *times, 0.9, sample, step.prev_sample, step.log_prob, step.mean)
         for difference in (0.0, 0.01, 0.3):
             caplog.clear()
             statistics = RatioStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=True))
@@ -410,7 +415,7 @@ class TestRatio:
 
     def test_images_without_a_reward_are_not_in_the_means(self):
         latents = torch.zeros(4, 1)
-        record = RecordedStep(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4), [])
+        record = recorded_step(1, 0.9, 0.8, 1.0, latents, latents, torch.zeros(4))
         ratio, clipped = torch.exp(torch.tensor([0.1, -0.1, 0.1, 5.0])), torch.tensor([1.0, 0.0, 0.0, 1.0])
         metrics = {"clip_ratio/low_mean": clipped, "kl": torch.tensor([1.0, 2.0, 3.0, 100.0])}
         statistics = RatioStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=False))

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from paco_trl import PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
-from paco_trl.rollout import FluxFamily, keyed_generator, predict
+from paco_trl.rollout import FluxFamily, keyed_generator
 from paco_trl.rollout.families import Family
+from paco_trl.rollout.policy import Recording
 from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
 from test_rollout_batch import rows_of_calls
 from testing_utils import (
@@ -42,6 +43,11 @@ def test_a_loss_on_the_ratio_is_refused(make_small):
     with pytest.raises(TypeError, match="`compute_loss`"):
         make_small(OwnLoss, num_noise_levels=2)
     make_small(PaCoNFTTrainer, num_noise_levels=2)
+
+
+def images_of(step) -> torch.Tensor:
+    """The latents that were noised: x_t = x_0 + t * (noise - x_0)."""
+    return step.sample - step.times.view(-1, 1, 1) * step.target
 
 
 class TestTraining:
@@ -94,13 +100,12 @@ class TestLoss:
         own_loss = trainer.compute_loss(trainer.model, entry)
         own = gradients(trainer, own_loss)
 
-        x0, t = step.prev_sample, step.times.view(-1, 1, 1)
-        noise = step.target + x0
-        x_t = (1 - t) * x0 + t * noise
+        x_t, t = step.sample, step.times.view(-1, 1, 1)
+        x0 = x_t - t * step.target
         (call,) = step.calls
         inputs = {**call, "hidden_states": x_t, "timestep": step.times * 1000 / 1000}
         v = trainer.model(**inputs)[0]
-        v_old = step.old_velocity
+        v_old = step.rollout_velocity
         r = 0.5 + 0.5 * (advantages / 5.0).clamp(-1, 1)
         losses = []
         for sign, share in ((1, r), (-1, 1 - r)):
@@ -129,7 +134,7 @@ class TestLoss:
                     schedule = sorted({t for entry in record.rounds[0] for t in entry["record"].times.tolist()})[::-1]
                     assert step.times[place].item() == schedule[order[level]]
                     noise = torch.randn(step.target.shape[1:], generator=generator)
-                    torch.testing.assert_close(step.target[place], noise - step.prev_sample[place])
+                    torch.testing.assert_close(step.target[place], noise - images_of(step)[place])
 
     def test_the_latents_are_those_of_the_images(self, make_nft):
         seen = []
@@ -140,7 +145,7 @@ class TestLoss:
 
         trainer, record = recorded(make_nft, reward_funcs=keep)
         pipeline = trainer.pipeline
-        latents = torch.cat([entry["record"].prev_sample for entry in record.rounds[0][::2]])
+        latents = torch.cat([images_of(entry["record"]) for entry in record.rounds[0][::2]])
         assert latents.dtype == torch.float32
         unpacked = pipeline._unpack_latents(latents, 32, 32, pipeline.vae_scale_factor)
         unpacked = unpacked / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor
@@ -181,15 +186,16 @@ class TestOldPolicy:
         trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
         step = record.rounds[1][0]["record"]
 
-        assert torch.equal(velocity_with(trainer, step, record.averages["old_policy"][2]), step.old_velocity)
+        assert torch.equal(velocity_with(trainer, step, record.averages["old_policy"][2]), step.rollout_velocity)
         for others in (record.weights[2], record.weights[3], record.averages["old_policy"][0]):
-            assert not torch.equal(velocity_with(trainer, step, others), step.old_velocity)
-        # The images themselves: the last step of the ODE, made again
-        last = [FluxFamily().call_at(call, step.sample, torch.full((4,), step.sigma)) for call in step.calls]
+            assert not torch.equal(velocity_with(trainer, step, others), step.rollout_velocity)
+        # The images themselves, made again
+        batch, images = trainer.round.micro_batches[0], images_of(step)
+        encoded = trainer.policy.encoder.fetch(trainer.round, trainer.round.row_numbers_of([batch]))
         for weights, is_it in ((record.averages["old_policy"][2], True), (record.weights[2], False)):
-            with torch.no_grad(), use_weights(trainer.model, weights, 0):
-                v = predict(trainer.model, last, trainer.family, trainer.args.guidance_scale, step.sample)
-            assert torch.allclose(step.sample - step.sigma * v, step.prev_sample, atol=1e-6) is is_it
+            with use_weights(trainer.model, weights, 0), trainer.policy.on_device():
+                trainer.policy.generate(batch, encoded, trainer.args.num_inference_steps, Recording(last_step=True))
+            assert torch.allclose(batch.steps[-1].prev_sample, images, atol=1e-5) is is_it
 
 
 class TestResume:

@@ -161,7 +161,7 @@ class TestFunctions:
 class OneImageRows:
     """Rows as a round reads them, of one image."""
 
-    is_anchored, args = False, SimpleNamespace(panel_generation="independent")
+    is_anchored = shares_noise = False
 
     def __init__(self, rows: list[dict]):
         self.row, self.lengths, self.prompt_numbers = (

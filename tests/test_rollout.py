@@ -262,7 +262,20 @@ def test_only_tensors_with_the_same_values_are_shared():
     prompt = torch.rand(2, 3)
     calls = [{"repeated": prompt.clone(), "other": prompt + 1, "view": prompt[:]}]
     (record,) = share_tensors(
-        [RecordedStep(0, 1.0, 0.5, 0.5, prompt, prompt, None, calls)], {"a": prompt}, {"a": prompt}
+        [
+            RecordedStep(
+                index=0,
+                sigma=1.0,
+                sigma_next=0.5,
+                sigma_max=0.5,
+                sample=prompt,
+                prev_sample=prompt,
+                log_prob=None,
+                calls=calls,
+            )
+        ],
+        {"a": prompt},
+        {"a": prompt},
     )
     (call,) = record.calls
     assert call["repeated"] is prompt and call["view"] is prompt

@@ -9,7 +9,7 @@ import torch
 
 import test_families
 from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, replay
-from paco_trl.rollout.pipeline_policy import split_record
+from paco_trl.rollout.pipeline_policy import split_step
 from test_families import NUM_STEPS, build_policy, encode
 from testing_utils import entries_of
 
@@ -107,7 +107,7 @@ def test_the_parts_are_what_micro_batches_record(setup_of, name):
     for part, keys in enumerate((FOUR_KEYS[:2], FOUR_KEYS[2:])):
         _, own_records = setup.generate(SDE, keys, few)
         for record, own in zip(records, own_records, strict=True):
-            split = split_record(record, 2, setup.policy.family)[part]
+            split = split_step(record, 2, setup.policy.family)[part]
             torch.testing.assert_close(vars(split), vars(own), rtol=1e-4, atol=1e-4)
             if own.log_prob is not None:
                 log_prob, _, _ = setup.replay(split)

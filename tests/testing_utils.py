@@ -138,8 +138,9 @@ def entries_of(round) -> list[dict]:
     """The micro-steps of this process in a round, in the order in which they are trained."""
     entries = []
     for position in range(round.plan.steps_per_generation):
-        batch, step, num_trained = round.micro_step(position)
+        batch, step, _ = round.micro_step(position)
         columns = {"advantages": batch.column("advantage"), "weights": batch.column("weight")}
+        num_trained = round.num_trained[position // round.plan.gradient_accumulation_steps]
         entries.append({"record": step, "num_trained": num_trained, **columns})
     return entries
 

@@ -32,7 +32,7 @@ from ..rewards.checks import check_columns
 from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import FAMILIES, family_of
-from ..rollout.encoder import ROWS_AHEAD, placed_on
+from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.loading import (
     check_trained,
     is_buildable,
@@ -50,6 +50,7 @@ from ..utils.files import digest, sole_writer, to_png, write_atomically
 from ..utils.fingerprint import describe, model_files
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options, refuse
+from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
 from .parser import find_unused

@@ -51,7 +51,7 @@ class SampleGenerator:
         """Generate images of the prompt, of a set's first one, with the policy, from the same noise each time."""
         samples = self._plan(count).samples[:count]
         for image, sample in enumerate(samples):
-            sample.noise_key = sample.initial_key = (self.args.seed, image)
+            sample.noise_key = sample.initial_noise_key = (self.args.seed, image)
 
         def generate(encoded: EncodedRows) -> list[RecordedStep]:
             recording = Recording(sde)

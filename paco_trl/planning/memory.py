@@ -532,15 +532,13 @@ class ImageRun:
     def latents_of_round(self) -> int:
         """Count the bytes of the float32 latents of each image and step that a round keeps."""
         args, round_plan = self.args, self.args.round_plan
-        is_nft = isinstance(args, PaCoNFTConfig)
-        # In DiffusionNFT and AWM an image's two latents are those of all its times, each of which has an input, a target and
-        # a velocity. With source images the transformer's input is kept as well
-        once, kept = (2, 3) if is_nft else (0, 3)
-        kept += 2 * bool(self.rows.sources or self.rows.is_anchored)
+        # The latents before and after a step, and its mean; in DiffusionNFT and AWM an input, a target and a velocity for each
+        # time. With source images the transformer's input is kept as well
+        kept = 3 + 2 * bool(self.rows.sources or self.rows.is_anchored)
         kept += self.has_old_policy and args.loss_type == "awm"  # whose velocity is kept besides that of the rollout
         latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
         images = round_plan.micro_batches_per_process * round_plan.batch_size
-        return _FLOAT32 * (once + kept * round_plan.num_trained_steps) * images * latent
+        return _FLOAT32 * kept * round_plan.num_trained_steps * images * latent
 
     def _activations(self, plan: "MemoryPlan") -> dict[str, int]:
         """Return the activations of each phase of the image model."""

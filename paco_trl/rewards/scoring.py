@@ -19,8 +19,8 @@ from transformers import TrainerState
 from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from ..data import split_grid
-from ..rollout.encoder import placed_on
 from ..rollout.rounds import Completion, Round
+from ..utils.placement import placed_on
 from ..utils.stopping import CallExecutor, Stopped, agree, leave_calls
 from .weighting import RewardError, Rewards
 

@@ -20,8 +20,8 @@ from .families import (
     ZImageFamily,
     family_of,
 )
-from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep
-from .policy import calls_at, cast_floating_inputs, predict, replay
+from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep
+from .policy import cast_floating_inputs, check_call_at, predict, replay
 from .sde import (
     SDE_TYPES,
     FlowMatchSDEScheduler,
@@ -39,7 +39,7 @@ __all__ = [
     "FAMILIES", "SDE_TYPES", "EncodedImage", "Family", "FlowMatchSDEScheduler", "Flux2Family", "Flux2KleinFamily",
     "FluxFamily", "FluxKontextFamily", "LongCatImageEditFamily", "LongCatImageFamily", "OvisImageFamily",
     "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
-    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "UnlistedFamily", "ZImageFamily",
-    "calls_at", "cast_floating_inputs", "check_flow_matching", "family_of", "gaussian_log_prob",
+    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily", "ZImageFamily",
+    "cast_floating_inputs", "check_call_at", "check_flow_matching", "family_of", "gaussian_log_prob",
     "keyed_generator", "predict", "replay", "sde_step", "step_std",
 ]  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, send_to_device
-from accelerate.utils.memory import clear_device_cache
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -30,6 +29,7 @@ from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
 from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
+from ..utils.placement import cpu_memory, placed_on, to_cpu
 from .families import Family
 from .pipeline_policy import EncodedImage
 from .prompt_rows import PromptKey, PromptRows
@@ -53,7 +53,7 @@ class PromptEmbeddings:
     negative_prompt: dict[str, torch.Tensor] = field(default_factory=dict)
     image_latents: list[torch.Tensor] = field(default_factory=list)
 
-    def to(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+    def arguments_on(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
@@ -94,7 +94,7 @@ class PromptEncoder:
         """
         Encode some rows if they are not, and at the same time those `ahead`.
 
-        Of these rows' embeddings the others are dropped then: memory does not grow with the dataset.
+        Drops other embeddings of these rows, so that memory does not grow with the dataset.
         """
         needed = self._conditions(rows, row_numbers, scale)
         if needed.keys() <= self._encoded.keys():
@@ -151,7 +151,7 @@ class PromptEncoder:
     def _conditions(
         self, rows: PromptRows, row_numbers: Iterable[int], scale: float
     ) -> dict[Condition, tuple[int, int]]:
-        """Return what some rows need, with the number of a row that has it, and of a source image in the row."""
+        """Map each prompt and source image of some rows to where it is: number of a row, and of the image in the row."""
         numbers_of: dict[Condition, tuple[int, int]] = {}
         for row_number in row_numbers:
             for prompt_number in rows.prompt_numbers[row_number]:
@@ -231,41 +231,10 @@ class PromptEncoder:
                 layer.to(device)
 
 
-@contextmanager
-def placed_on(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Move frozen modules to a device, then back to the same CPU memory: files that are mapped stay shared."""
-    memory = cpu_memory(modules)
-    for module in modules:
-        module.to(device)
-    try:
-        yield
-    finally:
-        to_cpu(modules, memory)
-
-
 def _frozen_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model whose weights are not trained, without those that hold other layers."""
     layers = [layer for layer in model.modules() if not [*layer.children()] and [*layer.parameters()]]
     return [layer for layer in layers if not any(weight.requires_grad for weight in layer.parameters())]
-
-
-def cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]:
-    return [
-        (layer, name, weight, weight.data)
-        for module in modules
-        for layer in module.modules()
-        for name, weight in layer.named_parameters(recurse=False)
-        if type(weight) is nn.Parameter and weight.device.type == "cpu"  # a quantized weight is more than its data
-    ]
-
-
-def to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]) -> None:
-    for layer, name, weight, data in memory:
-        weight.data = data
-        setattr(layer, name, weight)
-    for module in modules:
-        module.to("cpu")
-    clear_device_cache()  # what they reserved
 
 
 def _models_digest(pipeline, family: Family) -> str:

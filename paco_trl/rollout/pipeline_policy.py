@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply
@@ -24,30 +24,44 @@ from .families import Family
 from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator
 
 
-@dataclass
-class RecordedStep:
+@dataclass(kw_only=True)
+class TransformerStep:
+    """
+    What the transformer gets at one time of a batch of images.
+
+    `sample` are the latents, `(B, ...)` in float32; `calls` has the arguments, by name, of each call.
+    """
+
+    sample: torch.Tensor
+    calls: list[dict[str, Any]]
+
+    def to(self, device: torch.device) -> Self:
+        """Return the step with all arguments of its calls on a device."""
+        return replace(self, calls=recursively_apply(lambda tensor: to_device(tensor, device), self.calls))
+
+
+@dataclass(kw_only=True)
+class RecordedStep(TransformerStep):
     """
     One recorded stochastic step of a batch of images.
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
-    schedule. `sample` and `prev_sample` are the latents before and after it, `mean` is that of the step, all `(B, ...)` in
-    float32. `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without
-    noise. `calls` has the arguments, by name, of each call of the transformer.
+    schedule. `prev_sample` are the latents after it, and `mean` is the mean of the step, both `(B, ...)` in float32.
+    `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without noise.
     """
 
     index: int
     sigma: float
     sigma_next: float
     sigma_max: float
-    sample: torch.Tensor
     prev_sample: torch.Tensor
     log_prob: torch.Tensor | None
-    calls: list[dict[str, Any]]
     mean: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> "RecordedStep":
-        """Return the step with all arguments of its calls on a device."""
-        return replace(self, calls=recursively_apply(lambda tensor: to_device(tensor, device), self.calls))
+
+Step = TypeVar("Step", bound=TransformerStep)
+# Whether it has passed, on the device, and its message
+Check = tuple[torch.Tensor, Callable[[], str]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,102 @@ class EncodedImage:
 
     image: Image.Image
     latents: torch.Tensor
+
+
+class BatchRecorder:
+    """
+    Record chosen steps of one batch, and check what the pipeline computes.
+
+    Whether a check has passed stays on the device until all are read at the end of the batch.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        scheduler: FlowMatchSDEScheduler,
+        steps: tuple[int, ...],
+        last: int,
+        guidance_scale: float,
+    ):
+        self.family, self.scheduler, self.guidance_scale = family, scheduler, guidance_scale
+        self.steps, self.last = steps, last  # those to record, and the last one that the pipeline makes
+        self.recorded: list[RecordedStep] = []
+        self._calls: list[dict[str, Any]] = []  # of the current step
+        self._outputs: list[torch.Tensor] = []
+        self._latents_check: Check | None = None
+        self._checks: list[Check] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is recorded."""
+        return self.scheduler.next_step_index in self.steps
+
+    def on_call(self, arguments: dict[str, Any]) -> None:
+        """Keep the arguments of a call of the transformer in a step that is recorded."""
+        # The tensors stay the same, but a transformer may remove items from a dict argument
+        self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
+
+    def on_output(self, output: torch.Tensor) -> None:
+        """Keep what the transformer has returned in such a step."""
+        self._outputs.append(output)
+
+    def on_step(self, index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
+        """Record a step of the scheduler, if it is one of those."""
+        if index in self.steps:
+            combined = self.family.combine(self._outputs, self.guidance_scale, sample)
+            if combined is not model_output:
+                self._check_guidance_rule(combined, model_output, index)
+            times = self.scheduler.times
+            recorded = RecordedStep(
+                index=index, sigma=times[index], sigma_next=times[index + 1], sigma_max=times[1],
+                sample=sample.float(), prev_sample=step.prev_sample, mean=step.mean, log_prob=step.log_prob,
+                calls=self._calls,
+            )  # fmt: skip
+            self.recorded.append(recorded)
+        self._calls, self._outputs = [], []
+        if index == self.last:
+            is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
+            self._latents_check = (is_finite.all(), lambda: _describe_latents(is_finite))
+
+    def on_decoded(self, module: nn.Module, args: tuple, pixels: Any) -> None:
+        """Check the output of the VAE's decoder."""
+        # The pipeline turns NaN into black and infinity into white, and the image would be scored
+        if torch.is_tensor(pixels):
+            self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
+
+    def raise_failed(self, cause: Exception | None) -> None:
+        """Raise what the first failed check says, or else the error that has ended the pipeline's call."""
+        # What is not a number fails other checks, too
+        checks = [*filter(None, [self._latents_check]), *self._checks]
+        passed = torch.stack([is_good for is_good, _ in checks]).tolist() if checks else []
+        if not all(passed):
+            raise RuntimeError(checks[passed.index(False)][1]()) from cause
+        if cause is not None:
+            raise cause
+
+    def _check_guidance_rule(self, combined: torch.Tensor, model_output: torch.Tensor, index: int) -> None:
+        if combined.shape != model_output.shape:
+            raise RuntimeError(
+                f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
+                f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
+            )
+        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
+        # of float32, 2^-18 is some units.
+        precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
+        expected, received = combined.float(), model_output.float()
+        tensors = (expected - received, expected + received, received)
+        difference, total, scale = (tensor.abs().max() for tensor in tensors)
+        num_outputs, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
+
+        def describe() -> str:
+            return (
+                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
+                f"{num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
+                f"guidance scale {self.guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
+                f"Training would follow a wrong guidance rule. {advice}"
+            )
+
+        self._checks.append((~(difference > precision * scale), describe))
 
 
 class PipelinePolicy:
@@ -85,11 +195,7 @@ class PipelinePolicy:
             name for name, parameter in forward_signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
         ]
         self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
-        self._recorded_steps: tuple[int, ...] = ()
-        self._calls: list[dict[str, Any]] = []
-        self._outputs: list[torch.Tensor] = []
-        # Whether a check passed, which stays on the device until all are read at the end of a batch, and its message
-        self._checks: list[tuple[torch.Tensor, Callable[[], str]]] = []
+        self._recorder: BatchRecorder | None = None  # of the batch that is generated
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
 
@@ -131,28 +237,13 @@ class PipelinePolicy:
                 not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
                 size.
         """
-        records: list[RecordedStep] = []
         steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
         last = num_inference_steps - 1
         if sde is not None and sde.tail_steps is not None:
             last = max(sde.steps) + sde.tail_steps
-        recorded = (*steps, last) if record_last_step else steps
-
-        def on_step(index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-            if index in recorded:
-                combined = self.family.combine(self._outputs, guidance_scale, sample)
-                if combined is not model_output:
-                    self._check_guidance_rule(combined, model_output, guidance_scale, index)
-                times = self.scheduler.times
-                latents = (sample.float(), step.prev_sample, step.log_prob)
-                sigmas = (times[index], times[index + 1], times[1])
-                records.append(RecordedStep(index, *sigmas, *latents, self._calls, step.mean))
-            self._calls, self._outputs = [], []
-            if index == last:
-                # First: what is not a number fails other checks, too
-                is_finite = torch.isfinite(step.prev_sample).flatten(1).all(dim=1)  # (B,)
-                self._checks.insert(0, (is_finite.all(), lambda: _describe_latents(is_finite)))
-
+        recorder = BatchRecorder(
+            self.family, self.scheduler, (*steps, last) if record_last_step else steps, last, guidance_scale
+        )
         prepared = [source.image for source in sources]
         arguments = self.family.batch_arguments(prompt_arguments) | self.family.call_arguments(
             height, width, guidance_scale, prepared
@@ -160,7 +251,7 @@ class PipelinePolicy:
         generators = [keyed_generator(*key, 0) for key in initial_keys or noise_keys]
         cause = None
         with ExitStack() as stack:
-            stack.enter_context(self._recording(recorded, sde, noise_keys, on_step))
+            stack.enter_context(self._recording(recorder, sde, noise_keys))
             stack.enter_context(self.family.generation_context(self.pipeline, prepared))
             if sources:
                 stack.enter_context(self._encoding(sources))
@@ -170,21 +261,17 @@ class PipelinePolicy:
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError) as error:
-                cause = error  # which what the checks find explains
-            passed = torch.stack([is_good for is_good, _ in self._checks]).tolist() if self._checks else []
-            if not all(passed):
-                raise RuntimeError(self._checks[passed.index(False)][1]()) from cause
-            if cause is not None:
-                raise cause
+                cause = error  # raised below, unless a check explains it
+            recorder.raise_failed(cause)
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
                 f"{self.scheduler.num_inference_steps} steps: it has a schedule of its own. Set "
                 f"`num_inference_steps={self.scheduler.num_inference_steps}`."
             )
-        if len(records) != len(recorded):
+        if len(recorder.recorded) != len(recorder.steps):
             raise RuntimeError(
-                f"{len(records)} steps were recorded, but {len(recorded)} were requested ({recorded}): "
+                f"{len(recorder.recorded)} steps were recorded, but {len(recorder.steps)} were requested ({recorder.steps}): "
                 f"the pipeline made other steps than the {last + 1} of its schedule."
             )
         if images[0].size != (width, height):
@@ -193,29 +280,24 @@ class PipelinePolicy:
                 f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
                 f"{type(self.family).__name__}."
             )
-        return images, share_tensors(records, prompt_arguments, prompt_arguments)
+        return images, share_tensors(recorder.recorded, prompt_arguments, prompt_arguments)
 
     @contextmanager
     def _recording(
-        self, steps: tuple[int, ...], sde: SDESettings | None, noise_keys: list[tuple[int, ...]], on_step: Callable
+        self, recorder: BatchRecorder, sde: SDESettings | None, noise_keys: list[tuple[int, ...]]
     ) -> Iterator[None]:
-        """Sample stochastic steps and record the calls of `steps`; forget a batch at the end, also one that failed."""
-        self.scheduler.sde, self.scheduler.on_step, self._recorded_steps = sde, on_step, steps
+        """Sample the stochastic steps, and let the recorder see the batch."""
+        self._recorder = recorder
+        self.scheduler.sde, self.scheduler.on_step = sde, recorder.on_step
         # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
         self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
-
-        def check_pixels(module: nn.Module, args: tuple, pixels: Any) -> None:
-            # The pipeline turns NaN into black and infinity into white, and the image would be scored
-            if torch.is_tensor(pixels):
-                self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
-
         decoder = getattr(self.pipeline.vae, "decoder", None)
-        hook = nullcontext() if decoder is None else decoder.register_forward_hook(check_pixels)
+        hook = nullcontext() if decoder is None else decoder.register_forward_hook(recorder.on_decoded)
         try:
             with hook:
                 yield
         finally:
-            self._recorded_steps, self._calls, self._outputs, self._checks = (), [], [], []
+            self._recorder = None
             self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
 
     @contextmanager
@@ -245,49 +327,19 @@ class PipelinePolicy:
                 f"Correct `call_arguments` of {type(self.family).__name__}."
             )
 
-    # ---- Hooks of the transformer: record the calls and outputs of recorded steps ----
+    # ---- Hooks of the transformer ----
 
     def _record_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.scheduler.next_step_index in self._recorded_steps:
+        if self._recorder is not None and self._recorder.is_due:
             arguments = dict(self._signature.bind(*args, **kwargs).arguments)
-            arguments |= arguments.pop(self._extra, {})
-            # The tensors stay the same, but a transformer may remove items from a dict argument
-            self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
+            self._recorder.on_call(arguments | arguments.pop(self._extra, {}))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
         # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
-        if self.scheduler.next_step_index in self._recorded_steps:
-            self._outputs.append(output[0])
+        if self._recorder is not None and self._recorder.is_due:
+            self._recorder.on_output(output[0])
         return output
-
-    # ---- Checks ----
-
-    def _check_guidance_rule(
-        self, combined: torch.Tensor, model_output: torch.Tensor, guidance_scale: float, index: int
-    ) -> None:
-        if combined.shape != model_output.shape:
-            raise RuntimeError(
-                f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
-                f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
-            )
-        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
-        # of float32, 2^-18 is some units.
-        precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
-        expected, received = combined.float(), model_output.float()
-        tensors = (expected - received, expected + received, received)
-        difference, total, scale = (tensor.abs().max() for tensor in tensors)
-        num_outputs, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
-
-        def describe() -> str:
-            return (
-                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
-                f"{num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
-                f"guidance scale {guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
-                f"Training would follow a wrong guidance rule. {advice}"
-            )
-
-        self._checks.append((~(difference > precision * scale), describe))
 
 
 def _describe_latents(is_finite: torch.Tensor) -> str:
@@ -316,7 +368,7 @@ def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def split_record(record: RecordedStep, parts: int, family: Family) -> list[RecordedStep]:
+def split_step(record: Step, parts: int, family: Family) -> list[Step]:
     """Split the step of a batch into those of `parts` equal micro-batches, views where possible."""
     if parts == 1:
         return [record]

@@ -20,9 +20,10 @@ from tqdm.auto import tqdm
 
 from ..utils.deepspeed import gathered_weights
 from ..utils.images import to_device
-from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder, placed_on
+from ..utils.placement import placed_on
+from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
 from .families import Family
-from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, share_tensors
+from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep, share_tensors
 from .rounds import Batch, Completion, Round
 from .sde import SDESettings, sde_step, step_std
 
@@ -146,7 +147,7 @@ class Policy:
         images, batch.steps = self.pipeline_policy.generate(
             arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
-            sources=[*sources, *anchors], initial_keys=[sample.initial_key for sample in samples],
+            sources=[*sources, *anchors], initial_keys=[sample.initial_noise_key for sample in samples],
         )  # fmt: skip
         for sample, image in zip(samples, images, strict=True):
             sample.image = image
@@ -161,7 +162,7 @@ class Policy:
         """Return image prompts on the accelerator, the stored tensors behind them, and their source images."""
         device = self.accelerator.device
         of_prompts = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
-        embeddings = [prompt.to("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
+        embeddings = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
         if all(prompt is of_prompts[0] for prompt in of_prompts):
             kept = {name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
         else:
@@ -174,8 +175,8 @@ class Policy:
     def _encode_anchor(self, anchor: Any) -> EncodedImage:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
 
-    def predict(self, model: nn.Module, step: RecordedStep, detach_unconditional: bool = False) -> torch.Tensor:
-        """Compute the velocity `(B, ...)` that a model predicts in a recorded step; see [`replay`]."""
+    def predict(self, model: nn.Module, step: TransformerStep, detach_unconditional: bool = False) -> torch.Tensor:
+        """Compute the velocity `(B, ...)` that a model predicts in a step; see [`replay`]."""
         return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
 
 
@@ -223,19 +224,19 @@ def predict(
     for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
         with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
-            fresh = recursively_apply(lambda tensor: tensor, call)  # as in `_record_call`
+            fresh = recursively_apply(lambda tensor: tensor, call)  # as in `BatchRecorder.on_call`
             outputs.append(model(**fresh)[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
 
 
-def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: torch.Tensor) -> list[dict[str, Any]]:
+def check_call_at(record: RecordedStep, family: Family) -> None:
     """
-    Return the calls of a recorded step for another sample `(B, ...)` and time `sigma` `(B,)` of each image, float32.
+    Check that the family's `call_at` makes the recorded calls again of the recorded sample and time.
 
     Raises:
-        RuntimeError: `call_at` does not reproduce the recorded calls for the recorded sample and time.
+        RuntimeError: It does not.
     """
-    recorded = torch.full_like(sigma, record.sigma)
+    recorded = torch.full((len(record.sample),), record.sigma, device=record.sample.device)  # (B,)
     compared = []
     for call in record.calls:
         again = family.call_at(call, record.sample, recorded)
@@ -251,7 +252,6 @@ def calls_at(record: RecordedStep, family: Family, sample: torch.Tensor, sigma: 
             f"{type(family).__name__}.call_at makes of the same sample and time: {', '.join(wrong)} differ. The "
             "images would be trained at wrong times; correct the family class."
         )
-    return [family.call_at(call, sample, sigma) for call in record.calls]
 
 
 def _sameness(first: Any, second: Any) -> Iterator[bool | torch.Tensor]:

@@ -52,6 +52,7 @@ class PromptRows:
         self.original_dataset, self.args, self.where = dataset, args, where
         dataset = dataset.with_format(None)
         self.is_anchored = args.panel_generation == "anchored"
+        self.shares_noise = args.panel_generation == "shared_noise"
         self.sources: SourceImages | None = None
         if has_source_images(dataset):
             check_edit_columns(dataset, where)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round: the images that are generated together, on all processes, and what becomes of each."""
 
-import dataclasses
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from PIL import Image
 from ..data import join_grid
 from ..utils.images import to_device
 from .families import Family
-from .pipeline_policy import RecordedStep, split_record
+from .pipeline_policy import split_step
 from .prompt_rows import PromptRows
 
 
@@ -37,15 +37,21 @@ class Sample:
     completion: "Completion | None"
     generation: int
     panel: int
-    row_number: int  # in the dataset
-    prompt_number: int  # in `rows.image_prompts`
-    size: tuple[int, int]  # height and width in pixels
-    noise_key: tuple[int, ...]
-    initial_key: tuple[int, ...]
     anchor: "Sample | None"  # first image of its set, if it is generated from that
+    row_number: int = field(init=False)  # in the dataset
+    prompt_number: int = field(init=False)  # in `rows.image_prompts`
+    size: tuple[int, int] = field(init=False)  # height and width in pixels
+    noise_key: tuple[int, ...] = field(init=False)
+    initial_noise_key: tuple[int, ...] = field(init=False)
     image: Image.Image | None = None
     advantage: float = 0.0
     weight: float = 0.0  # in the loss of its optimizer step, at each trained step
+
+    def without_completion(self) -> "Sample":
+        """Return a sample of the same image that only fills a batch."""
+        sample = copy.copy(self)
+        sample.completion = None
+        return sample
 
 
 @dataclass(eq=False)
@@ -65,7 +71,7 @@ class Batch:
     """Samples that are generated and trained together, with the steps at which they are trained."""
 
     samples: list[Sample]
-    steps: list[RecordedStep] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)  # of a kind of `TransformerStep`
 
     @property
     def groups(self) -> set[int]:
@@ -74,7 +80,7 @@ class Batch:
 
     def without_completions(self) -> "Batch":
         """Return a batch of the same images that is neither scored nor trained."""
-        return Batch([dataclasses.replace(sample, completion=None) for sample in self.samples])
+        return Batch([sample.without_completion() for sample in self.samples])
 
     def column(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return an attribute of all samples: (B,)."""
@@ -83,7 +89,7 @@ class Batch:
     def split(self, parts: int, family: Family) -> list["Batch"]:
         """Split the batch into equal micro-batches."""
         size = len(self.samples) // parts
-        steps = zip(*(split_record(step, parts, family) for step in self.steps), strict=True)
+        steps = zip(*(split_step(step, parts, family) for step in self.steps), strict=True)
         return [Batch(self.samples[part * size : (part + 1) * size], [*of_part]) for part, of_part in enumerate(steps)]
 
 
@@ -128,27 +134,23 @@ class Round:
             for panel in range(rows.lengths[row_number]):
                 for completion in completions:
                     anchor = completion.samples[0] if rows.is_anchored and panel else None
-                    origin = self._origin(row_number, panel, completion.generation)
-                    completion.samples.append(
-                        Sample(completion, completion.generation, panel, anchor=anchor, **origin)
-                    )
+                    sample = Sample(completion, completion.generation, panel, anchor)
+                    self._assign(sample, row_number)
+                    completion.samples.append(sample)
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
-            self.samples.append(dataclasses.replace(self.samples[position % num_samples], completion=None))
+            self.samples.append(self.samples[position % num_samples].without_completion())
         self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
-    def _origin(self, row_number: int, panel: int, generation: int) -> dict:
-        """Return what decides an image of a row."""
+    def _assign(self, sample: Sample, row_number: int) -> None:
+        """Set what decides the image of a sample: a row, and what follows from it."""
         prompt_numbers = self.rows.prompt_numbers[row_number]
-        first = prompt_numbers[0] if self.rows.args.panel_generation == "shared_noise" else prompt_numbers[panel]
-        return {
-            "row_number": row_number,
-            "prompt_number": prompt_numbers[panel],
-            "size": self.sizes[row_number],
-            "noise_key": (*self.key, prompt_numbers[panel], generation),
-            "initial_key": (*self.key, first, generation),
-        }
+        sample.row_number, sample.prompt_number = row_number, prompt_numbers[sample.panel]
+        sample.size = self.sizes[row_number]
+        sample.noise_key = (*self.key, sample.prompt_number, sample.generation)
+        first = prompt_numbers[0] if self.rows.shares_noise else sample.prompt_number
+        sample.initial_noise_key = (*self.key, first, sample.generation)
 
     @property
     def row_numbers(self) -> list[int]:
@@ -165,10 +167,10 @@ class Round:
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
             completion.row_number, completion.image = row_number, None
             for sample in completion.samples:
-                vars(sample).update(self._origin(row_number, sample.panel, sample.generation))
+                self._assign(sample, row_number)
 
     def row_numbers_of(self, batches: list[Batch]) -> list[int]:
-        """Return the numbers of the rows of some batches, each once, in their order, and of what `in_order` adds."""
+        """Return the distinct row numbers of some batches in order, with that of the batches that fill up."""
         row_numbers = [sample.row_number for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
             row_numbers.append(self.samples[0].row_number)

@@ -98,7 +98,7 @@ class PaCoGRPOTrainer(RoundTrainer):
     _name = "PaCo-GRPO"
     _paper = PAPER
     _config_class = PaCoGRPOConfig
-    _record_class = RecordedStep
+    _step_class = RecordedStep
     _statistics_class = RatioStatistics
 
     @contextmanager
@@ -125,7 +125,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
             loss = loss + self.beta * kl
             metrics["kl"] = kl.detach()
-        self._record_step(record, ratio, metrics, inputs["weights"])
+        self._collect_statistics(record, ratio, metrics, inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
 
@@ -161,7 +161,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             "clip_ratio/region_mean": low + high,
         }
 
-    def _record_step(
+    def _collect_statistics(
         self, record: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""

@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
 from ..rewards.scoring import Scores
-from ..rollout import Family, RecordedStep, calls_at, keyed_generator, predict
+from ..rollout import Family, TransformerStep, check_call_at, keyed_generator, predict
 from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
 from ..utils.images import to_device
@@ -42,13 +42,13 @@ OLD_POLICY_WEIGHTS = "old_policy.safetensors"
 _TOLERANCE = 0.05
 
 
-@dataclass
-class NoisedStep(RecordedStep):
-    """Images at one time of the forward process, as a recorded step whose calls are those for the noised images."""
+@dataclass(kw_only=True)
+class NoisedStep(TransformerStep):
+    """Images, noised to one time each: `sample` are their latents."""
 
-    times: torch.Tensor | None = None  # (B,)
-    target: torch.Tensor | None = None  # (B, ...), velocity of the forward process, float32
-    old_velocity: torch.Tensor | None = None  # (B, ...), velocity of the weights that generated the images
+    times: torch.Tensor  # (B,)
+    target: torch.Tensor  # (B, ...), velocity of the forward process, float32
+    rollout_velocity: torch.Tensor  # (B, ...), by the weights that generated the images
     old_policy_velocity: torch.Tensor | None = None  # (B, ...), in AWM, whose old policy does not generate
 
 
@@ -134,13 +134,13 @@ class PaCoNFTTrainer(RoundTrainer):
     _name = "PaCo-NFT"
     _paper = NFT_PAPER
     _config_class = PaCoNFTConfig
-    _record_class = NoisedStep
+    _step_class = NoisedStep
     _statistics_class = VelocityStatistics
 
     def _check_family(self) -> None:
         if hasattr(self, "policy_loss"):
             raise TypeError(
-                f"{type(self).__name__} has a `policy_loss`, but nothing here has a ratio. Override `compute_loss`."
+                f"{type(self).__name__} has a `policy_loss`, which only `PaCoGRPOTrainer` calls. Override `compute_loss`."
             )
         if type(self.family).call_at is Family.call_at:
             name = type(self.family).__name__
@@ -187,6 +187,7 @@ class PaCoNFTTrainer(RoundTrainer):
         schedule = torch.tensor(self.policy.scheduler.times[: args.num_inference_steps - 1])
         generators = [keyed_generator(*sample.noise_key, 1) for sample in batch.samples]  # 0 is the initial latents'
         levels = args.num_trained_steps
+        check_call_at(last, self.family)
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
         )  # (levels, B)
@@ -194,11 +195,12 @@ class PaCoNFTTrainer(RoundTrainer):
         for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
             sample, target = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
-            calls = calls_at(last, self.family, sample, sigma)
+            calls = [self.family.call_at(call, sample, sigma) for call in last.calls]
             with torch.no_grad():
-                old_velocity = predict(self.model, calls, self.family, args.guidance_scale, sample)
-            record = {f.name: getattr(last, f.name) for f in fields(last)} | {"calls": calls}
-            batch.steps.append(NoisedStep(**record, times=sigma, target=target, old_velocity=old_velocity))
+                velocity = predict(self.model, calls, self.family, args.guidance_scale, sample)
+            batch.steps.append(
+                NoisedStep(sample=sample, calls=calls, times=sigma, target=target, rollout_velocity=velocity)
+            )
 
     # ---- Loss ----
 
@@ -211,15 +213,15 @@ class PaCoNFTTrainer(RoundTrainer):
             loss, values = self._matching_loss(velocity, record, inputs["advantages"])  # (B,)
         else:
             probability = nft_reward_probability(inputs["advantages"], args.advantage_clip)  # (B,)
-            loss = nft_loss(velocity, record.old_velocity, record.target, probability, args.nft_beta, record.times)
+            loss = nft_loss(velocity, record.rollout_velocity, record.target, probability, args.nft_beta, record.times)
         if ref_velocity is not None:
             kl = velocity_error(velocity.float(), ref_velocity.float())
             loss = loss + self.beta * kl
             values["kl"] = kl
-        self.statistics.add_velocity(velocity, record.old_velocity.float(), values, weights)
+        self.statistics.add_velocity(velocity, record.rollout_velocity.float(), values, weights)
         if self.accelerator.sync_gradients:
             step = self.state.global_step
-            # In DiffusionNFT the old policy generates, which is the trained one in the first round alone
+            # In DiffusionNFT the old policy generates; it equals the trained one only at step 0
             is_on_policy = step == self.round.global_step and (args.loss_type == "awm" or step == 0)
             self._step_metrics = self.statistics.finish(step, is_on_policy)
             if args.keeps_old_policy:
@@ -230,7 +232,7 @@ class PaCoNFTTrainer(RoundTrainer):
         """Compute AWM's objective of each image, and the values to log by name."""
         args = self.args
         log_prob = matching_log_prob(velocity, record.target, record.times, args.awm_weighting)
-        old_log_prob = matching_log_prob(record.old_velocity, record.target, record.times, args.awm_weighting)
+        old_log_prob = matching_log_prob(record.rollout_velocity, record.target, record.times, args.awm_weighting)
         # As for DiffusionNFT's probability, and in the published code, advantages are scaled to [-1, 1]
         surrogate = clipped_surrogate(
             log_prob, old_log_prob, advantages / args.advantage_clip, self.epsilon_low, self.epsilon_high

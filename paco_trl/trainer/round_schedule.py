@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from ..rollout import Family, RecordedStep, SDESettings
+from ..rollout import Family, SDESettings, TransformerStep
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round, Sample
 from ..rollout.sde import STREAMS
@@ -248,12 +248,12 @@ class TrainingRound(Round):
             self.micro_batches += batch.split(self.plan.num_merged_batches, family)
             batch.steps = []  # which may be copies by now
 
-    def micro_step(self, position: int) -> tuple[Batch, RecordedStep, float]:
-        """Return a micro-batch, one of its steps, and the number of completions that the optimizer step trains."""
+    def micro_step(self, position: int) -> tuple[Batch, TransformerStep, bool]:
+        """Return a micro-batch, one of its steps, and whether the optimizer step trains no image."""
         position %= self.plan.steps_per_generation  # `num_iterations` passes
         batch_number, step = divmod(position, self.plan.num_trained_steps)
         batch = self.micro_batches[batch_number]
-        return batch, batch.steps[step], self.num_trained[position // self.plan.gradient_accumulation_steps]
+        return batch, batch.steps[step], not self.num_trained[position // self.plan.gradient_accumulation_steps]
 
     @property
     def is_idle(self) -> bool:
@@ -275,7 +275,7 @@ class TrainingRound(Round):
         return {name: getattr(self, name) for name in names} | {"batches": batches}
 
     def load_state_dict(
-        self, state: dict[str, Any], step_class: type[RecordedStep], device: torch.device, is_offloaded: bool
+        self, state: dict[str, Any], step_class: type[TransformerStep], device: torch.device, is_offloaded: bool
     ) -> None:
         """Restore the pending round of a checkpoint, which was dealt to as many processes."""
         for group, (row_number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):

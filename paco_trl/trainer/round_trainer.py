@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of PaCo-GRPO and PaCo-NFT: rounds of images that are generated, rewarded and trained, and all that is around them."""
 
+import dataclasses
 import itertools
 import os
 import time
@@ -53,7 +54,7 @@ from ..plots.curves import CurvesCallback
 from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
 from ..rewards.weighting import RewardError, Rewards
-from ..rollout import Family, RecordedStep, UnlistedFamily, family_of
+from ..rollout import Family, TransformerStep, UnlistedFamily, family_of
 from ..rollout.encoder import EncodedRows
 from ..rollout.loading import (
     adapter_is_new,
@@ -114,6 +115,7 @@ logger = get_logger(__name__)
 
 # Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
 ROUNDS_AHEAD = 8
+_NO_ROUND = cast(TrainingRound, None)  # until the first micro-step
 
 
 class RoundTrainer(ResumesExactly, GRPOTrainer):
@@ -130,7 +132,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     _name: str
     _paper: dict[str, str]
     _config_class: type[PaCoGRPOConfig]
-    _record_class: type[RecordedStep]  # of a pending round
+    _step_class: type[TransformerStep]  # of a pending round
     _statistics_class: type[StepStatistics]
 
     def __init__(
@@ -229,7 +231,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
-        self.round: Any = None  # TrainingRound
+        self.round = _NO_ROUND
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
         self._step_metrics: dict[str, float] = {}
@@ -361,7 +363,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         # What an earlier `train()` has left
-        self.statistics.rows, self.round, self.averages = [], None, {}
+        self.statistics.rows, self.round, self.averages = [], _NO_ROUND, {}
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         with self._resumable(checkpoint):
             try:
@@ -408,7 +410,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         super()._begin_run()
 
     def _drop_gradients(self) -> None:
-        """Leave weights, and without DeepSpeed moments, as they are where a step trains no image: gradients of 0 would move them."""
+        """Drop the gradients of a step that trains no image: zeros would still move weights."""
         if self.is_idle_step:
             self.model.zero_grad(set_to_none=True)
 
@@ -432,12 +434,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
                     f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
                     "they are generated again, with the current weights."
                 )
-            started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
+            started, self.round = time.perf_counter(), _NO_ROUND  # frees the old round before the new one is generated
             self.round = self._generate_and_score_completions(index)
             self.round.seconds = time.perf_counter() - started
             self._generation_time += self.round.seconds
-        batch, step, num_trained = self.round.micro_step(position)
-        self.is_idle_step = not num_trained
+        batch, step, self.is_idle_step = self.round.micro_step(position)
         if self.is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
@@ -617,7 +618,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self._train_time = 0.0
         return loss
 
-    def _velocities(self, model, record: RecordedStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _velocities(self, model, record: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
         ref_velocity = None
         if self.has_reference:
@@ -766,11 +767,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
                 f"The round of '{checkpoint}' is generated again, since not all of it is data: {error}"[:400]
             )
             return
-        if "batches" not in state:
+        names = {field.name for field in dataclasses.fields(self._step_class)}
+        if any(step.keys() != names for batch in state.get("batches", [{"steps": [{}]}]) for step in batch["steps"]):
             logger.warning(f"The round of '{checkpoint}' is of an older version of paco_trl: it is generated again.")
             return
         self.round = self._plan_round(state["index"])
-        self.round.load_state_dict(state, self._record_class, device, is_offloaded)
+        self.round.load_state_dict(state, self._step_class, device, is_offloaded)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Load the trained weights, not their average that a checkpoint exports."""

@@ -231,7 +231,9 @@ def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tens
     # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
     timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
     hidden_states = call["hidden_states"]
-    tokens = torch.cat([sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]], dim=1)
+    tokens, sources = sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]
+    if sources.shape[1] > 0:
+        tokens = torch.cat([tokens, sources], dim=1)
     return {**call, "hidden_states": tokens, "timestep": timestep}
 
 
