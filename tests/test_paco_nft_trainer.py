@@ -64,7 +64,7 @@ class TestTraining:
         assert trainer.args.num_trained_steps == 3
         buffer = record.rounds[0]
         assert len(buffer) == 2 * 3
-        last = buffer[0]["record"].sigma
+        last = trainer.policy.scheduler.times[3]  # of the last step
         for batch in range(2):
             times = torch.stack([entry["record"].times for entry in buffer[3 * batch : 3 * batch + 3]], dim=1)
             assert all(len(set(row.tolist())) == 3 for row in times)  # an image has each of them once
