@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -327,7 +328,7 @@ class TestCommands:
             process.kill()
         (latest, *_), printed = checkpoints_of(tmp_path / "out"), (tmp_path / "log").read_text()
         assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
-        assert "on 2 process(es)" in printed and "rewards/size/mean" in printed
+        assert "on 2 process(es)" in printed and re.search(r"^ *step +redness +size ", printed, re.MULTILINE)
         assert not incomplete_files(latest)
 
 
