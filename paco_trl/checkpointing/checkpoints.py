@@ -33,7 +33,7 @@ _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """Delete what a run that was killed while saving has left."""
+    """Delete the staging folders of a run that was killed while it saved."""
     folder = Path(output_dir) / STAGING
     if folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
@@ -79,14 +79,14 @@ def incomplete_files(checkpoint: str | Path) -> list[str]:
 
 
 def _files_of_user(checkpoint: Path) -> list[Path]:
-    """List what is in the directory of a checkpoint besides its own files, as paths in it."""
+    """List the files in a checkpoint's directory that are not its own, as paths in it."""
     written = {*read_run(checkpoint).get("files", ()), RUN_FILE}
     paths = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
     return [path for path in paths if str(path) not in written]
 
 
 def _delete_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint; files of the user's stay, with the record by which it is known."""
+    """Delete a checkpoint. Files of the user stay, and with them the record that marks it as a checkpoint."""
     kept = {checkpoint / path for path in [*_files_of_user(checkpoint), Path(RUN_FILE)]}
     if len(kept) > 1:
         for path in {path for path in checkpoint.rglob("*") if not path.is_dir()} - kept:
@@ -186,7 +186,7 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
 
 
 def begin_output_dir(output_dir: str | Path) -> None:
-    """Note that what a run writes in a directory is the package's own: a killed run may leave nothing else to tell it by."""
+    """Note that a run writes in a directory. After a kill this may be the only sign that its files are the package's."""
     write_atomically(Path(output_dir) / RUN_FILE, json.dumps({"run": {}, "files": {}}), durable=False)
 
 
@@ -309,6 +309,6 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> tuple[str, int]:
-    # As it was recorded: the dates of files are those of a copy
+    # As recorded: a copy has other dates
     card = load_settings(folder)
     return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))

@@ -63,7 +63,7 @@ class PromptEmbeddings:
 
 
 class PromptEncoder:
-    """Encodes prompts and source images for this process, and keeps what is needed; with `folder` also in files there."""
+    """Encode prompts and source images for this process. Keeps them while they are needed, with `folder` also in files there."""
 
     # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
@@ -141,7 +141,7 @@ class PromptEncoder:
     def _keys(
         self, rows: PromptRows, prompt_number: int, scale: float
     ) -> tuple[list[PromptKey], list[tuple[str, float]]]:
-        """Return what the text encoders see, with true guidance of the negative prompt too, and the source images."""
+        """Return the keys of the texts, with true guidance also of the negative prompt, and of the source images."""
         row_number, prompt = rows.image_prompts[prompt_number]
         digests = () if rows.sources is None else rows.sources.digests(row_number)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
@@ -166,7 +166,7 @@ class PromptEncoder:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
 
     def _read(self, key: Condition) -> bool:
-        """Read what an earlier run or another process has encoded, if it has, and has written the whole of it."""
+        """Read a file of an earlier run or another process, if there is a complete one; return whether the key is there now."""
         with suppress(OSError, SafetensorError):
             if self._folder is not None:
                 self._encoded[key] = load_file(self._file(key))  # mapped, which takes no memory
@@ -238,7 +238,7 @@ def _frozen_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_digest(pipeline, family: Family) -> str:
-    """Compute a digest of what encodes: family, text encoders, VAE, tokenizers and processors, and versions."""
+    """Compute a digest of everything that decides embeddings: family, text encoders, VAE, tokenizers, processors, versions."""
     parts: list[Any] = [type(pipeline).__name__, describe(family), versions()]
     for name, component in sorted(pipeline.components.items()):
         if component is not None and name in (*family.text_encoders, "vae"):

@@ -251,7 +251,7 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
 def load_without_weights(
     model: str, dtypes: dict[str, torch.dtype], encodes: bool = True, **model_init_kwargs: Any
 ) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device; `encodes`: with what encodes texts."""
+    """Load a pipeline whose models are built from their configs, on the meta device; with text encoders if `encodes`."""
     parts: dict[str, Any] = {}
     hub_kwargs = hub_arguments(model_init_kwargs)
     for name, entry in read_index(model, model_init_kwargs).items():
@@ -330,7 +330,7 @@ def _warn(message: str) -> None:
 
 
 def _forget_training(config: LoraConfig, has_weights: bool) -> None:
-    """Set what a saved config has of its adapter's training to PEFT's defaults."""
+    """Reset fields that only the training of a saved adapter used to PEFT's defaults."""
     names = _TRAINING_FIELDS
     if has_weights and getattr(config, "init_lora_weights", None) in _KEEP_BASE:
         names += _INITIALIZATION_FIELDS

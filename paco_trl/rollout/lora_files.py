@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read LoRA files of other programs, by diffusers' converters, as what `load_lora_weights` makes of them."""
+"""Read LoRA files of other programs by diffusers' converters, exactly as `load_lora_weights` does."""
 
 import json
 import re

@@ -27,7 +27,7 @@ from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator
 @dataclass(kw_only=True)
 class TransformerStep:
     """
-    What the transformer gets at one time of a batch of images.
+    Inputs of the transformer for a batch of images at one time.
 
     `sample` are the latents, `(B, ...)` in float32; `calls` has the arguments, by name, of each call.
     """
@@ -47,7 +47,7 @@ class RecordedStep(TransformerStep):
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
     schedule. `prev_sample` are the latents after it, and `mean` is the mean of the step, both `(B, ...)` in float32.
-    `log_prob` `(B,)` is that of `prev_sample` under the policy that sampled it, `None` for a step without noise.
+    `log_prob` `(B,)` is the log-probability of `prev_sample` under the policy that sampled it; a step without noise has none.
     """
 
     index: int
@@ -106,11 +106,11 @@ class BatchRecorder:
         self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
 
     def on_output(self, output: torch.Tensor) -> None:
-        """Keep what the transformer has returned in such a step."""
+        """Keep an output of the transformer in a step that is recorded."""
         self._outputs.append(output)
 
     def on_step(self, index: int, model_output: torch.Tensor, sample: torch.Tensor, step: SDEStep) -> None:
-        """Record a step of the scheduler, if it is one of those."""
+        """Record a step of the scheduler, if it is in `steps`."""
         if index in self.steps:
             combined = self.family.combine(self._outputs, self.guidance_scale, sample)
             if combined is not model_output:
@@ -135,7 +135,7 @@ class BatchRecorder:
 
     def raise_failed(self, cause: Exception | None) -> None:
         """Raise what the first failed check says, or else the error that has ended the pipeline's call."""
-        # What is not a number fails other checks, too
+        # Latents first: NaN in them fails the other checks, too
         checks = [*filter(None, [self._latents_check]), *self._checks]
         passed = torch.stack([is_good for is_good, _ in checks]).tolist() if checks else []
         if not all(passed):
@@ -174,7 +174,7 @@ class PipelinePolicy:
 
     The `scheduler` of the flow-matching pipeline is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
     its `transformer` by `model`, the one with the adapter, so that it generates with what is trained.
-    `forward_signature` is that of the transformer's own `forward` (the adapter's wrapper takes anything).
+    `forward_signature` is the signature of the transformer's `forward` (the adapter's wrapper takes anything).
 
     Raises:
         ValueError: the scheduler is not flow matching.
@@ -369,7 +369,7 @@ def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def split_step(record: Step, parts: int, family: Family) -> list[Step]:
-    """Split the step of a batch into those of `parts` equal micro-batches, views where possible."""
+    """Split the step of a batch into `parts` equal micro-batches, views where possible."""
     if parts == 1:
         return [record]
     size = len(record.sample) // parts

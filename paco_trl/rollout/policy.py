@@ -191,7 +191,7 @@ def replay(
     """
     Score a recorded step with the current model: one forward for each call of the step.
 
-    `guidance_scale` and `sde` are those of the rollout. With `detach_unconditional` no gradient flows through the
+    Pass the `guidance_scale` and `sde` of the rollout. With `detach_unconditional` no gradient flows through the
     unconditional prediction of true guidance; if that is a separate call, it keeps nothing for the backward pass.
 
     Returns:

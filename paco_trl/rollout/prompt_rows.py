@@ -38,7 +38,7 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptKey:
-    """What an image is generated from, `images` as digests. Rows with the same condition are encoded once."""
+    """Condition of an image: its prompt, and digests of its source images. Rows with the same one are encoded once."""
 
     prompt: str
     images: tuple[str, ...] = ()

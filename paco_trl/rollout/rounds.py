@@ -109,7 +109,7 @@ class Round:
         sizes (`Sequence[tuple[int, int]]`):
             Height and width of the images of each row of the dataset.
         num_prompts (`int`, *optional*):
-            Prompts of a full round: those of the rows are repeated up to as many, in samples without a completion.
+            Prompts of a full round. If the rows have fewer, samples without a completion repeat them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Round:
         self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
     def _assign(self, sample: Sample, row_number: int) -> None:
-        """Set what decides the image of a sample: a row, and what follows from it."""
+        """Give a sample a row, with the prompt, size and noise keys that follow from it."""
         prompt_numbers = self.rows.prompt_numbers[row_number]
         sample.row_number, sample.prompt_number = row_number, prompt_numbers[sample.panel]
         sample.size = self.sizes[row_number]
@@ -170,7 +170,7 @@ class Round:
                 self._assign(sample, row_number)
 
     def row_numbers_of(self, batches: list[Batch]) -> list[int]:
-        """Return the distinct row numbers of some batches in order, with that of the batches that fill up."""
+        """Return the distinct row numbers of some batches in order, with the row of the filler batches."""
         row_numbers = [sample.row_number for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
             row_numbers.append(self.samples[0].row_number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the steps and rounds of a run. A callback of yours may have `on_round_end`, too: see `docs/paco_grpo_trainer.md`."""
+"""Callbacks for the steps and rounds of a run. Yours may have `on_round_end`, too: see `docs/paco_grpo_trainer.md`."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from .round_schedule import TrainingRound
 
 
 class AverageCallback(TrainerCallback):
-    """Average the trained weights (`ema_decay`) from the start of `train()`, for evaluations and for what is saved."""
+    """Average the trained weights (`ema_decay`) from the start of `train()`. Evaluations and saved files use the average."""
 
     file = EMA_WEIGHTS  # of a checkpoint
 

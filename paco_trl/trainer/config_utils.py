@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configs of all trainers share: help texts, unsupported fields, explained errors."""
+"""Shared parts of the configs: help texts, unsupported fields, explained errors."""
 
 import copy
 import dataclasses

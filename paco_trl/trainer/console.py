@@ -105,7 +105,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
 
 
 def use_console(trainer: Trainer) -> None:
-    """Put the console in the place of what Trainer has added last, its bars and its lines of all metrics."""
+    """Replace the progress bar or printer that Trainer has added by the console."""
     for index, callback in reversed(list(enumerate(trainer.callback_handler.callbacks))):
         if type(callback) in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             trainer.callback_handler.callbacks[index] = ConsoleCallback()
@@ -145,7 +145,7 @@ def _shortened(label: str, width: int) -> str:
 
 
 def _describe(step: int, logs: dict[str, Any]) -> str:
-    """Describe an evaluation by its rewards, with those of the untrained model; other logs by all that they have."""
+    """Describe an evaluation by its rewards, next to the untrained model's; other logs by all their values."""
     means = [name for name in logs if re.search(r"rewards/.+/mean$", name)]
     losses = [
         name

@@ -85,7 +85,7 @@ class Evaluator:
         """
         Generate and score all rows at their inference size. Collective: call on all ranks.
 
-        The noise of an image is that of the seed, its row and its number. `engine` is that of [`Policy.on_device`].
+        The noise of an image depends on the seed, its row and its number. `engine` is passed to [`Policy.on_device`].
         """
         args, policy, accelerator = self.args, self.policy, self.policy.accelerator
         generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)

@@ -86,7 +86,7 @@ class PolicyStep(NamedTuple):
         mean, old_mean (`torch.Tensor` of shape `(B, ...)`):
             Mean of the step's Gaussian.
         std (`float` or `torch.Tensor`):
-            Its standard deviation, that of the whole step, the same for both policies.
+            Standard deviation of the whole step, the same for both policies.
         sigma, sigma_next (`float`):
             Noise levels before and after the step, from 1 (noise) to 0 (image).
     """
@@ -286,7 +286,7 @@ def masked_means(columns: dict[str, torch.Tensor], is_valid: torch.Tensor) -> di
 
 
 class RatioStatistics(StepStatistics):
-    """Collect ratios and what is logged with them, and check that a ratio is 1 before the first update on its round."""
+    """Collect ratios and the metrics logged with them, and check that a ratio is 1 before the first update on its round."""
 
     def __init__(self, accelerator: Accelerator, args: Any):
         super().__init__(accelerator, args)

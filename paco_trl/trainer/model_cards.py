@@ -43,7 +43,7 @@ def cached_commit(model: str, revision: str | None) -> str | None:
 
 
 def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
-    """Describe the adapter of a model, and how what is below it was quantized; `None` without an adapter."""
+    """Describe the adapter of a model and the quantization of its base; `None` without an adapter."""
     if not isinstance(model, PeftModel):
         return None
     config = model.peft_config[model.active_adapter]

@@ -103,7 +103,7 @@ class PaCoGRPOTrainer(RoundTrainer):
 
     @contextmanager
     def _generating(self, round: TrainingRound) -> Iterator[Recording]:
-        """Place the weights that generate a round, and return what is recorded of it."""
+        """Place the weights that generate a round, and yield what to record: the stochastic steps."""
         with self.policy.on_device(self._divided_engine):
             yield Recording(round.sde)
 

@@ -53,7 +53,7 @@ class NoisedStep(TransformerStep):
 
 
 class VelocityStatistics(StepStatistics):
-    """Collect velocities and what is logged with them, and check the first ones against those that generated."""
+    """Collect velocities and the metrics logged with them, and check those before an update against the rollout's."""
 
     def add_velocity(
         self, velocity: torch.Tensor, old_velocity: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor

@@ -141,7 +141,7 @@ class Decisions(NamedTuple):
 
 
 def decision_sums(decisions: Decisions) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Sum each metric of some decisions, with what it is divided by."""
+    """Sum each metric of some decisions, with its denominator."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
     pairs, is_right = torch.ones_like(p_yes).sum(), (p_yes > 0.5) == (is_yes == 1)
     return {
@@ -154,7 +154,7 @@ def decision_sums(decisions: Decisions) -> dict[str, tuple[torch.Tensor, torch.T
 
 
 def metric_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum each metric over a batch, with what it is divided by; all stays on the accelerator until the next log."""
+    """Sum each metric over a batch, with its denominator. All stays on the accelerator until the next log."""
     p_yes, tokens = decisions.p_yes, (decisions.num_reasoning + 1).sum()
     sums = decision_sums(decisions) | {
         "entropy": (outputs.entropy.detach().float().sum(), tokens),
@@ -561,7 +561,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         """
         Save adapter, processor, figures of the last evaluation and card. Collective: call on all ranks.
 
-        `card_fields` are those of `create_model_card`.
+        `card_fields` are passed to `create_model_card`.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         self._refuse_foreign(folder)

@@ -147,7 +147,7 @@ class PushesToHub(Trainer):
         license: str | None = None,
         **kwargs,
     ) -> None:
-        """Write the card, of the last step's weights with `use_ema=False`. `None` is what the run knows."""
+        """Write the card. Fields that are `None` are filled in by the run; with `use_ema=False` it describes the last step's weights."""
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))
@@ -161,7 +161,7 @@ class PushesToHub(Trainer):
         license: str | None = None,
         step: int | None = None,
     ) -> dict[str, Any]:
-        """Fill in what all cards share; the Hub is queried for the license only where the run pushes to it."""
+        """Fill in the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
         pusher, args = self.pusher, self.args
         local = Path(args.output_dir).absolute()
         repo_id = self.hub_model_id or args.hub_model_id or relative_name(str(local))

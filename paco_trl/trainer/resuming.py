@@ -79,7 +79,7 @@ class ResumesExactly(PushesToHub):
                 begin_output_dir(args.output_dir)
 
     def _check_run(self, args: TrainingArguments) -> None:
-        """Compare this run with that of the checkpoint to resume from, or of the output directory."""
+        """Compare this run with the one in the checkpoint to resume from, or in the output directory."""
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)
@@ -163,7 +163,7 @@ class ResumesExactly(PushesToHub):
         super()._run_epoch(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log metrics, those of training with its seconds so far."""
+        """Log metrics; those of training get the seconds so far."""
         if {"loss", "train_loss"} & logs.keys():
             logs[TRAIN_SECONDS] = round(time.monotonic() - self._started, 2)
         super().log(logs, start_time)
@@ -197,7 +197,7 @@ class ResumesExactly(PushesToHub):
     # ---- Checkpoints ----
 
     def _run_record(self) -> dict[str, Any]:
-        """Return what a checkpoint says of its run."""
+        """Return the record of the run that a checkpoint has."""
         return {
             "identity": self._identity, "settings": self._settings, "num_processes": self.accelerator.num_processes,
             "is_deepspeed": self.is_deepspeed_enabled,
@@ -220,7 +220,7 @@ class ResumesExactly(PushesToHub):
         self.save_model(str(folder), _internal_call=True)
 
     def _write_further_weights(self, folder: Path) -> None:
-        """Write what is not exported."""
+        """Write weights that are not exported."""
 
     def _write_state(self, folder: Path) -> None:
         args, state = self.args, self.state

@@ -100,7 +100,7 @@ class RoundPlan:
 
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
-    """Return the largest number of rows, of these numbers of prompts, that fit a round whichever they are; 0 if none do."""
+    """Return how many rows fit a round, whichever they are; 0 if none does. `lengths` has the number of prompts of each row."""
     longest = np.sort(lengths)[::-1]
     for count in range(min(len(longest), num_prompts), 0, -1):
         # `RoundSchedule.row_numbers` gives a round one row of each stretch of as many rows as there are rounds
@@ -153,7 +153,7 @@ class RoundSchedule:
         return dealt.reshape(count, rounds)[:, position].tolist()
 
     def other_row_numbers(self, round_index: int) -> list[int]:
-        """Return the numbers of the rows that are not in a round, in the order in which they replace some that are."""
+        """Return the numbers of the rows outside a round, in the order in which resampling takes them."""
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
@@ -261,7 +261,7 @@ class TrainingRound(Round):
         return not any(self.num_trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of a pending round: tensors and numbers."""
+        """Return the tensors and numbers of a pending round for a checkpoint."""
         # Not `asdict`, which would copy the tensors that images of a prompt share
         batches = [
             {

@@ -248,7 +248,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, peft_config: LoraConfig | str | None,
         family: Family | None, eval_rows: list[PromptRows],
     ) -> DiffusionPipeline:  # fmt: skip
-        """Load the pipeline, frozen; what a name and configs tell is checked before its weights are read."""
+        """Load the frozen pipeline. Everything that its name and configs tell is checked before its weights are read."""
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
@@ -417,7 +417,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     # ---- Rounds ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that only counts micro-steps; `_prepare_inputs` returns what they train."""
+        """Return a loader that only counts micro-steps: `_prepare_inputs` returns their inputs."""
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
@@ -534,7 +534,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         return scoring.scores
 
     def _generating(self, round: TrainingRound) -> AbstractContextManager[Recording]:
-        """Place the weights that generate a round, and return what is recorded of it."""
+        """Place the weights that generate a round, and yield what to record."""
         raise NotImplementedError
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
@@ -550,7 +550,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self._is_warned_of_constants = True
 
     def _resample(self, round: TrainingRound, scores: Scores) -> int:
-        """Put other prompts in the place of those that teach nothing, and generate and score them; return their number."""
+        """Replace prompts that teach nothing by others, generate and score these, and return their number."""
         started, rank, count = time.perf_counter(), self.accelerator.process_index, 0
         sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
         other_row_numbers = self.schedule.other_row_numbers(round.index)
@@ -619,7 +619,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         return loss
 
     def _velocities(self, model, record: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Predict the velocity in a recorded step, and that of the reference if the loss has one."""
+        """Predict the velocity in a step, and the reference's if the loss has one."""
         ref_velocity = None
         if self.has_reference:
             with torch.no_grad(), self._reference(model) as reference:
@@ -797,7 +797,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
         With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
         `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
-        by name. `card_fields` are those of `create_model_card`.
+        by name. `card_fields` are passed to `create_model_card`.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         self._refuse_foreign(folder)
@@ -825,7 +825,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
-        """Fill in the current card of the averaged weights, or of those of the last step."""
+        """Fill in the card, of the averaged weights or of the last step's."""
         args, family, prompts = self.args, self.family, self.train_rows
         first = [prompts.image_prompts[prompt_number].prompt for prompt_number in prompts.prompt_numbers[0]]
         step = self._card_step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is: its data, its model, its rewards and every setting that is not named as harmless."""
+"""Identity of a run: its data, model, rewards, and every setting that is not named as harmless."""
 
 import dataclasses
 from typing import Any
@@ -80,7 +80,7 @@ def describe_run(
     args: TrainingArguments, dataset: Dataset, adapter: PeftConfig | None, **parts: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """
-    Describe a run: what a checkpoint and the run that resumes it must share, and what may change with a warning.
+    Describe a run: first what a resumed run must share with its checkpoint, then what may change with a warning.
 
     The former are the `dataset`, with all columns, the adapter, and the settings that cannot change in a run; the weights of
     the model are added once they are loaded. The latter are all other settings, and `parts`.
@@ -95,7 +95,7 @@ def describe_run(
 
 
 def reference_setting(args: PaCoGRPOConfig, peft_config: Any) -> str | None:
-    """Return what the loss compares with; `None` for nothing, or for the base model under a new adapter."""
+    """Return the reference of the loss; `None` without one, or if it is the base model under a new adapter."""
     if not args.has_reference or not isinstance(peft_config, str):
         return None
     if args.reference == "base":
