@@ -236,38 +236,18 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
     if Path(name).is_dir() and checkpoints_of(Path(name)):
         name = str(find_saved_model(Path(name)))
     name = name if revision is None else _download(name, revision)
-    is_whole, peft, config = _has(name, "transformer/config.json", None), None, {}
+    is_whole, peft = _has(name, "transformer/config.json", None), None
     folder: str | None = name
     if _has(name, "model_index.json", None):
         raise ValueError(f"'{name}' is a pipeline and no adapter: give it as `--model_name_or_path`.")
     if not is_whole:
-        try:
-            peft = peft_folder(name)
-        except ValueError:  # it has no adapter
-            if not is_local(name):
-                try:
-                    read_index(name, {})
-                except (ConnectionError, PermissionError):  # or nothing of it can be read
-                    raise
-                except OSError:
-                    pass
-            raise
+        peft = _find_peft(name)
         parent, file = split_adapter(name)
         folder = peft or (parent if file in (None, "pytorch_lora_weights.safetensors") else None)
-        if peft is not None:
-            config = read_record(find_model_file(peft, "adapter_config.json") or "")
     card = load_settings(folder) if folder else None
     if card is not None and not isinstance(card, ImageModelCard):
         raise ValueError(f"'{name}' is a judge, which generates no images. `PaCoReward.from_pretrained` loads it.")
-    named = [config.get("base_model_name_or_path"), None if card is None else card.base_model]
-    if folder and not any(named) and (readme := find_model_file(folder, "README.md")) is not None:
-        metadata = (metadata_load(readme) or {}).get("base_model")
-        named = metadata if isinstance(metadata, list) else [metadata]
-    known = [str(base) for base in named if base]
-    base = model or next((base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base), None)
-    if base is None:
-        reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
-        raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")
+    base = _find_base(name, folder, card) if model is None else model
     of_base = None
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
         of_base = card.base_revision
@@ -279,6 +259,38 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
         return replace(source, lora=name)
     check_adapter_base(name, read_peft_config(name, base, source.where).base_model_name_or_path, base)
     return replace(source, adapter=name)
+
+
+def _find_peft(name: str) -> str | None:
+    """Return the directory or Hub id of an adapter in PEFT's format, `None` for a LoRA file; say why there is neither."""
+    try:
+        return peft_folder(name)
+    except ValueError:
+        if not is_local(name):
+            try:
+                read_index(name, {})
+            except (ConnectionError, PermissionError):  # nothing of it can be read
+                raise
+            except OSError:
+                pass
+        raise
+
+
+def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> str:
+    """Return the base model that an adapter's config, its `paco_trl.json` or its card names, and that is there."""
+    path = find_model_file(folder, "adapter_config.json") if folder else None
+    named = [read_record(path or "").get("base_model_name_or_path"), None if card is None else card.base_model]
+    if folder and not any(named) and (readme := find_model_file(folder, "README.md")) is not None:
+        metadata = (metadata_load(readme) or {}).get("base_model")
+        named = metadata if isinstance(metadata, list) else [metadata]
+    known = [str(base) for base in named if base]
+    # A relative path is one from where the run was started, such as beside its output directory
+    starts = Path(name).absolute().parents[:2] if os.path.exists(name) else ()
+    for base in [*known, *(os.path.join(start, base) for start in starts for base in known)]:
+        if os.path.isdir(base) or not is_local(base) and "/" in base:
+            return base
+    reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
+    raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")
 
 
 def _is_of_transformer(lora: str, index: dict[str, Any]) -> bool:
