@@ -512,8 +512,16 @@ class TestCallbacks:
                 self.seen.append((round.index, state.global_step, [c.row_number for c in round.completions]))
                 round.metrics["watched"] = float(len(images))
 
-        trainer = make_small(max_steps=4, callbacks=[Watch()])
+        page = (Path(__file__).parent.parent / "docs" / "paco_grpo_trainer.md").read_text(encoding="utf-8")
+        documented: dict = {}
+        exec(re.search(r"```python\n(from transformers import TrainerCallback.*?)```", page, re.DOTALL)[1], documented)
+        trainer = make_small(max_steps=4, callbacks=[Watch(), documented["KeepBest"]()])
         trainer.train()
+        assert (Path(trainer.args.output_dir) / "best_of_round_1.png").exists()
+        assert set(logs_with(trainer, "best_row")) <= {
+            *trainer.schedule.row_numbers(0),
+            *trainer.schedule.row_numbers(1),
+        }
         rows = [[row for row in trainer.schedule.row_numbers(index) for _ in range(4)] for index in (0, 1)]
         assert Watch.seen == [(0, 0, rows[0]), (1, 2, rows[1])]
         assert logs_with(trainer, "watched") == [8.0] * 4
