@@ -196,3 +196,11 @@ def on_page_content(html, page, config, files):
         return re.sub(r"--\w+", r'<span class="option">\g<0></span>', code[0])
 
     return re.sub(r"<code>[^<]*--[^<]*</code>", keep, html)
+
+
+def on_post_build(config):
+    """Lead from the addresses of merged pages to where their text is now."""
+    for old, new in {"objectives": "method", "status": "families"}.items():
+        page = Path(config.site_dir, old, "index.html")
+        page.parent.mkdir()
+        page.write_text(f'<meta http-equiv="refresh" content="0; url=../{new}/">\n', encoding="utf-8")
