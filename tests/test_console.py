@@ -77,6 +77,7 @@ def test_a_judge_and_what_else_is_logged(lines):
     evaluation = {
         "eval_loss": 0.5,
         "eval_decision_loss": 0.4,
+        "eval_decision_accuracy": 1.0,
         "eval_auroc": 0.75,
         "eval_p_yes/consistent": 0.5,
         "epoch": 1.0,
@@ -86,7 +87,7 @@ def test_a_judge_and_what_else_is_logged(lines):
     assert shown[0].split()[:4] == ["step", "loss", "accuracy", "s/step"]
     assert shown[1].split()[:3] == ["1/2400", "0.1", "0.875"]
     assert shown[2:] == [
-        "Step 2: eval_loss 0.5, eval_auroc 0.75", "Step 3: eval_foxes_a 0.5 (untrained 0.25)", "Step 4: mine 3",
+        "Step 2: eval_loss 0.5, eval_accuracy 1, eval_auroc 0.75", "Step 3: eval_foxes_a 0.5 (untrained 0.25)", "Step 4: mine 3",
     ]  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def _describe(step: int, logs: dict[str, Any]) -> str:
     parts = []
     for name in means or losses or [name for name in logs if name != "epoch"]:
         before = logs.get(f"{name.removesuffix('mean')}baseline") if means else None
-        label = name.replace("rewards/", "").removesuffix("/mean").removesuffix("_reward")
+        label = name.replace("rewards/", "").removesuffix("/mean").removesuffix("_reward").replace("_decision_", "_")
         value = f"{logs[name]:.4g}" if isinstance(logs[name], float) else logs[name]
         parts.append(f"{label} {value}" + ("" if before is None else f" (untrained {before:.4g})"))
     return f"Step {step}: {', '.join(parts)}"
