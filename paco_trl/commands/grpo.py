@@ -48,10 +48,7 @@ def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any])
     from ..rollout.loading import read_index
 
     kwargs = options.get("model_init_kwargs") or {}
-    try:
-        kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-    except ValueError as error:
-        raise ValueError(f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}.") from error
+    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
     if "model_name_or_path" not in options and options.get("adapter"):
         with suppress(ValueError):  # it does not say which it is for

@@ -406,20 +406,21 @@ class CommandParser(argparse.ArgumentParser):
         """Return the options that are among these words; those that are none, and wrong values, are in `errors`."""
         unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         parsed, unknown = self.parse_known_args(words, unset)
+        options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
         is_value = False  # of an unknown option: it may be a token
         for word in unknown:
             if word.startswith("-") or not is_value:
-                self.errors.append(self._describe_unknown(word))
+                self.errors.append(self._describe_unknown(word, options))
             is_value = word.startswith("-") and "=" not in word or is_value and not word.startswith("-")
-        options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
         return self._split_weights({name: None if value == [None] else value for name, value in options.items()})
 
-    def _describe_unknown(self, word: str) -> str:
+    def _describe_unknown(self, word: str, given: Collection[str]) -> str:
         """Name the nearest option."""
         actions = [action for section in self.sections.values() for action in section]
         known = [name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings]
         if not word.startswith("-"):
-            needed = [f" Did you mean `{action.option_strings[0]} {word}`?" for action in self.required]
+            missing = [action.option_strings[0] for action in self.required if action.dest not in given]
+            needed = [f" Did you mean `{name} {word}`?" for name in missing]
             return f"`{word}` belongs to no option.{''.join(needed[:1]) or ' See `--help`.'}"
         word = word.partition("=")[0]  # its value may be a token
         full = f"--{word.lstrip('-').replace('-', '_')}"

@@ -4,6 +4,7 @@ Rules for the values of options, without torch, diffusers and TRL: a config refu
 line, before it has imported them. Each check yields a message for every broken rule.
 """
 
+import json
 import math
 import os
 import signal
@@ -399,7 +400,12 @@ def _common_errors(args: SimpleNamespace) -> Iterator[str]:
         yield f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'."
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         yield "The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3."
-    if "torch_dtype" in (args.model_init_kwargs or {}):
+    if isinstance(kwargs := args.model_init_kwargs or {}, str):  # of a command line
+        yield from (
+            f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
+            for error in errors_of(json.loads, kwargs)
+        )
+    if "torch_dtype" in kwargs:
         yield "`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`."
     for name in ("seed", "data_seed"):
         if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
