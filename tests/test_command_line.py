@@ -341,7 +341,7 @@ class TestDescribedOptions:
                 counts.append(len(re.findall("^  --", shown, flags=re.M)))
                 assert "--output_dir" in shown and ("--warmup_steps" in shown) == (words != "--help")
                 assert "--temperature" not in shown and "--learning-rate" not in shown
-            assert 15 < counts[0] < 36 and counts[1] > 100
+            assert 15 < counts[0] < 32 and counts[1] > 100
 
     def test_an_option_that_the_installed_libraries_lack(self, monkeypatch):
         described = copy.deepcopy(parser_module.config_options())

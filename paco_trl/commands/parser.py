@@ -24,11 +24,10 @@ from .main import launch, read_config, say
 
 # What README, recipes and pages set, in the order of the help; `--help all` has the others too
 _USUAL = """
-    model_name_or_path output_dir max_steps num_train_epochs resume_from_checkpoint rewards judge_model judge_url edits
-    dataset_split eval_dataset_name eval_split eval_strategy num_prompts_per_generation num_generations num_inference_steps
-    guidance_scale height width per_device_train_batch_size first_token_weight learning_rate nft_beta lora_r adapter
-    quantization load_in_4bit gradient_checkpointing use_cpu save_steps report_to push_to_hub hub_model_id num_processes
-    accelerate_config device_memory
+    model_name_or_path output_dir max_steps resume_from_checkpoint rewards judge_model judge_url edits dataset_split
+    eval_dataset_name eval_split eval_strategy num_prompts_per_generation num_generations height width
+    per_device_train_batch_size first_token_weight learning_rate nft_beta lora_r adapter quantization load_in_4bit
+    gradient_checkpointing use_cpu report_to push_to_hub hub_model_id num_processes accelerate_config device_memory
 """.split()
 
 # Where the help of TRL or transformers speaks of language models, or does not say what an option does here
