@@ -59,7 +59,7 @@ SLOW_PAIRS = """
 import datetime, functools, sys, time
 import torch.distributed as dist
 from paco_trl.commands import reward
-from paco_trl.utils import files
+from paco_trl.utils import locks
 
 load_pairs = reward.load_pairs
 def slow(*arguments):
@@ -68,7 +68,7 @@ def slow(*arguments):
 reward.load_pairs = slow
 dist.init_process_group = functools.partial(dist.init_process_group, timeout=datetime.timedelta(seconds=4))
 if sys.argv[1] == "collective":
-    files.wait_for_all = lambda: None
+    locks.wait_for_all = lambda: None
 reward.main(sys.argv[2:])
 """
 

@@ -26,7 +26,8 @@ from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.resuming import ResumesExactly
-from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, leave_calls, stop_signals
+from paco_trl.utils.background import leave_calls
+from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from testing_utils import files_in
 
 

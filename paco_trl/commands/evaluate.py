@@ -32,8 +32,9 @@ from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
-from ..utils.files import read_record, sole_writer, write_atomically
+from ..utils.files import read_record, write_atomically
 from ..utils.fingerprint import model_files
+from ..utils.locks import sole_writer
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options, refuse
 from ..utils.stage_folder import StageFolder

@@ -46,8 +46,10 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.files import digest, sole_writer, to_png, write_atomically
+from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import describe, model_files
+from ..utils.images import to_png
+from ..utils.locks import sole_writer
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options, refuse
 from ..utils.placement import placed_on

@@ -21,7 +21,8 @@ from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.loading import load_transformer_adapter, read_peft_config
-from ..utils.files import find_model_file, new_folder, peft_folder
+from ..utils.files import new_folder
+from ..utils.model_files import find_model_file, peft_folder
 from ..utils.names import check_adapter_base
 from ..utils.text import read_json
 from .main import say

@@ -108,7 +108,8 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
     from .. import PaCoRewardTrainer
     from ..data import swap_pairs
     from ..hub.files import JUDGE_ADAPTER
-    from ..utils.files import digest, take_lock
+    from ..utils.files import digest
+    from ..utils.locks import take_lock
     from .training import check_start, train_and_save
 
     check_start(training_args, JUDGE_ADAPTER)

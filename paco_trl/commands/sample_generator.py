@@ -18,7 +18,7 @@ from ..rollout.policy import Policy, Recording
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
-from ..utils.files import hub_arguments
+from ..utils.model_files import hub_arguments
 
 
 class Generation(NamedTuple):

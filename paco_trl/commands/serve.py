@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ..utils.addresses import is_loopback
-from ..utils.files import find_adapter_file
+from ..utils.model_files import find_adapter_file
 from .main import say
 from .model_arguments import ServeArguments
 

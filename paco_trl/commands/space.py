@@ -17,7 +17,8 @@ from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_tex
 from ..hub.files import SETTINGS
 from ..hub.licenses import License
 from ..hub.settings import ImageModelCard, JudgeCard, load_settings, settings_text
-from ..utils.files import find_model_file, new_folder, write_atomically
+from ..utils.files import new_folder, write_atomically
+from ..utils.model_files import find_model_file
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image
 from tqdm.auto import tqdm
 
 from ..utils.addresses import refuse_address
-from ..utils.files import reading
+from ..utils.images import reading
 from ..utils.text import shorten_path
 
 

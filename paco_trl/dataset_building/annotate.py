@@ -18,7 +18,8 @@ from filelock import FileLock
 from ..data.columns import by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
-from ..utils.files import read_template, take_lock
+from ..utils.files import read_template
+from ..utils.locks import take_lock
 from ..utils.text import shorten
 from .annotations import (
     AUTOMATIC,

@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 from ..data.columns import by_id, column_types, criteria_list, typed_dataset
 from ..data.grids import pixels_sha256, split_grid
 from ..data.rankings import ranking_features
-from ..utils.files import digest, file_name, reading, to_png, write_atomically
+from ..utils.files import digest, file_name, write_atomically
+from ..utils.images import reading, to_png
 from ..utils.stage_folder import StageFolder
 
 

@@ -18,7 +18,7 @@ from ..data.rankings import check_ranking_columns
 from ..generation.sample_sheet import pairs_sheet, rankings_sheet
 from ..hub.account import find_repository, hub_outages
 from ..hub.licenses import License, read_license
-from ..utils.files import reading
+from ..utils.images import reading
 from .dataset_card import dataset_card, describe_pairs, describe_rankings
 
 

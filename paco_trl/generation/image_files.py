@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..data.grids import split_grid
-from ..utils.files import digest, to_png, write_atomically
+from ..utils.files import digest, write_atomically
+from ..utils.images import to_png
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import shorten, some_of

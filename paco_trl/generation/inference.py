@@ -21,8 +21,9 @@ from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
 from ..hub.settings import ImageModelCard, load_settings
 from ..rollout import FAMILIES, family_of
 from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
-from ..utils.files import find_adapter_file, find_model_file, peft_folder, read_record, split_adapter
+from ..utils.files import read_record
 from ..utils.fingerprint import file_digest, model_files
+from ..utils.model_files import find_adapter_file, find_model_file, peft_folder, split_adapter
 from ..utils.names import check_adapter_base, is_local, is_same_model
 from ..utils.placement import cpu_memory, to_cpu
 from ..utils.quantization import QUANTIZATIONS, pipeline_quantization_config

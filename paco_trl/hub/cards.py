@@ -16,7 +16,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
-from ..utils.files import open_weights, read_template, to_png, write_atomically
+from ..utils.files import open_weights, read_template, write_atomically
+from ..utils.images import to_png
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pictures, select_files

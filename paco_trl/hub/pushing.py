@@ -15,10 +15,10 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
+from ..utils.background import CallExecutor
 from ..utils.errors import is_message_enough
 from ..utils.files import read_record, write_atomically
 from ..utils.names import is_local, public_name
-from ..utils.stopping import CallExecutor
 from .account import hub_outages
 from .files import is_one_of, select_files
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..data.image_sets import PANEL_TEMPLATE
-from ..utils.files import find_model_file, write_atomically
+from ..utils.files import write_atomically
+from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.paper import PAPER

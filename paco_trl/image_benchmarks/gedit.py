@@ -15,7 +15,8 @@ from ..data.source_images import SourceImages
 from ..evaluation.runs import dataset_fingerprint
 from ..generation.edits import edit_keys
 from ..utils.chat import ChatEndpoint, ChatRequest
-from ..utils.files import digest, to_png, write_atomically
+from ..utils.files import digest, write_atomically
+from ..utils.images import to_png
 from ..utils.text import shorten, some_of
 from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
 from .image_sets import FoundImages, load_image_file

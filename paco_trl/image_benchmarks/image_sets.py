@@ -19,8 +19,8 @@ from ..data.grids import panel_size, split_grid
 from ..data.image_sets import SEPARATE
 from ..data.source_images import decoded_size
 from ..generation.edits import edit_keys
-from ..utils.files import file_name, reading, to_png, write_atomically
-from ..utils.images import to_rgb
+from ..utils.files import file_name, write_atomically
+from ..utils.images import reading, to_png, to_rgb
 from ..utils.text import some_of
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..utils.files import sole_writer
 from ..utils.journals import Journal, check_header, read_lines
+from ..utils.locks import sole_writer
 from ..utils.processes import wait_for_all
 from ..utils.text import some_of
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase, T5Tokenizer
 
 from ..tiny.flux import train_clip_tokenizer
 from ..tiny.qwen2_5_vl import train_judge_tokenizer
-from ..utils.files import find_model_file, read_template
+from ..utils.files import read_template
+from ..utils.model_files import find_model_file
 
 
 def readable_model(model: str, folder: str) -> str:

@@ -44,7 +44,7 @@ from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
 from ..trainer.round_trainer import ROUNDS_AHEAD
-from ..utils.files import hub_arguments
+from ..utils.model_files import hub_arguments
 from .known_models import readable_model
 
 

@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ..data.grids import with_gaps
 from ..rollout.rounds import Completion
-from ..utils.files import to_png, write_atomically
-from ..utils.images import to_rgb
+from ..utils.files import write_atomically
+from ..utils.images import to_png, to_rgb
 
 
 # Limits of a contact sheet, and of its images in pixels

@@ -13,8 +13,9 @@ from transformers.masking_utils import create_causal_mask
 
 from ..data.columns import PanelImages, column_of, panels_of
 from ..utils.deepspeed import without_zero3_init
-from ..utils.images import to_device, to_rgb
+from ..utils.images import to_rgb
 from ..utils.names import check_model_name, public_name
+from ..utils.tensors import to_device
 from ..utils.text import is_text
 from .judge import check_list
 

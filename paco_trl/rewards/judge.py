@@ -20,8 +20,9 @@ from scipy.special import expit, logsumexp
 
 from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
-from ..utils.files import find_model_file, read_record
+from ..utils.files import read_record
 from ..utils.images import check_text, data_url, load_image, patch_size_of
+from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.text import is_text, shorten
 

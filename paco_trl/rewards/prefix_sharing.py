@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ..utils.images import to_device
+from ..utils.tensors import to_device
 
 
 def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) -> list[int]:

@@ -20,8 +20,9 @@ from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from ..data import split_grid
 from ..rollout.rounds import Completion, Round
+from ..utils.background import CallExecutor, leave_calls
 from ..utils.placement import placed_on
-from ..utils.stopping import CallExecutor, Stopped, agree, leave_calls
+from ..utils.stopping import Stopped, agree
 from .weighting import RewardError, Rewards
 
 

@@ -27,9 +27,9 @@ from tqdm.auto import tqdm
 
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
-from ..utils.images import to_device
 from ..utils.pipelines import truncations_counted
 from ..utils.placement import cpu_memory, placed_on, to_cpu
+from ..utils.tensors import to_device
 from .families import Family
 from .pipeline_policy import EncodedImage
 from .prompt_rows import PromptKey, PromptRows

@@ -38,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import find_adapter_file, hub_arguments, peft_folder, reading
+from ..utils.images import reading
+from ..utils.model_files import find_adapter_file, hub_arguments, peft_folder
 from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, pipeline_quantization_config
 from . import (

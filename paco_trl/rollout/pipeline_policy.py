@@ -19,7 +19,8 @@ from accelerate.utils import recursively_apply
 from PIL import Image
 from torch import nn
 
-from ..utils.images import to_device, to_rgb
+from ..utils.images import to_rgb
+from ..utils.tensors import to_device
 from .families import Family
 from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator
 

@@ -19,8 +19,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..utils.deepspeed import gathered_weights
-from ..utils.images import to_device
 from ..utils.placement import placed_on
+from ..utils.tensors import to_device
 from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
 from .families import Family
 from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep, share_tensors

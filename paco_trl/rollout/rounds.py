@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from ..data import join_grid
-from ..utils.images import to_device
+from ..utils.tensors import to_device
 from .families import Family
 from .pipeline_policy import split_step
 from .prompt_rows import PromptRows

@@ -16,7 +16,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 
-from ..utils.images import to_device
+from ..utils.tensors import to_device
 
 
 SDE_TYPES = ("flow_sde", "dance_sde", "cps")

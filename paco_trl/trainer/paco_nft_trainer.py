@@ -15,9 +15,9 @@ from ..rewards.scoring import Scores
 from ..rollout import Family, TransformerStep, check_call_at, keyed_generator, predict
 from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
-from ..utils.images import to_device
 from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.paper import AWM_PAPER, NFT_PAPER
+from ..utils.tensors import to_device
 from .callbacks import AverageCallback
 from .losses import (
     StepStatistics,

@@ -40,13 +40,15 @@ from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
 from ..rollout.loading import base_model_name, check_lora_start, check_target_modules
 from ..utils.deepspeed import without_zero3_init
-from ..utils.files import sole_writer, to_png, write_atomically
+from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
-from ..utils.images import limit_pixels, pixel_limit, tower_arguments
+from ..utils.images import limit_pixels, pixel_limit, to_png
+from ..utils.locks import sole_writer
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, leave_stop
+from ..utils.tensors import tower_arguments
 from .checks import check_has_evaluation, check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained
 from .console import use_console

@@ -31,7 +31,7 @@ from ..checkpointing.checkpoints import (
     read_run,
     write_checkpoint,
 )
-from ..utils.files import sole_writer
+from ..utils.locks import sole_writer
 from ..utils.processes import end_training
 from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds

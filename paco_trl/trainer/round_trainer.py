@@ -74,8 +74,8 @@ from ..rollout.policy import Policy, Recording
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
-from ..utils.files import sole_writer
 from ..utils.fingerprint import component_fingerprint, describe
+from ..utils.locks import sole_writer
 from ..utils.option_checks import check_quantization
 from ..utils.quantization import describe_quantization
 from ..utils.text import changes

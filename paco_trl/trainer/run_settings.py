@@ -9,8 +9,8 @@ from peft import PeftConfig
 from transformers import TrainingArguments
 
 from ..rollout.loading import quantization_text
-from ..utils.files import find_adapter_file
 from ..utils.fingerprint import describe, file_digest, versions
+from ..utils.model_files import find_adapter_file
 from .config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .addresses import check_base_url, is_loopback
-from .stopping import leave_calls
+from .background import leave_calls
 
 
 if TYPE_CHECKING:

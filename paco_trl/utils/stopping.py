@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or where all processes agree on it."""
 
-import atexit
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING
+
+from . import background
 
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
@@ -32,18 +27,14 @@ _REPEATED_SIGNAL_SECONDS = 1.0
 
 _received, _since = 0, 0.0
 _is_deferred = False
-_exit_code = 1  # of a process that ends while a call is running
-_calls: WeakSet[Future] = WeakSet()
-_loops: "WeakSet[AbstractEventLoop]" = WeakSet()
 
 
 class Stopped(SystemExit):
     """A signal ends the process; `by_all` where all processes have agreed on it."""
 
     def __init__(self, number: int, by_all: bool = False):
-        global _exit_code
         super().__init__(EXIT_CODE)
-        _exit_code = EXIT_CODE
+        background.exit_code = EXIT_CODE
         self.signal, self.by_all = signal.Signals(number).name, by_all
 
 
@@ -102,47 +93,6 @@ def _ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None,
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     if initialize is not None:
         initialize(worker)
-
-
-class CallExecutor(ThreadPoolExecutor):
-    """Threads whose calls the end of the process does not wait for."""
-
-    def submit(self, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        """Start a call as soon as a thread is free."""
-        _calls.add(future := super().submit(function, *args, **kwargs))
-        return future
-
-
-def leave_calls(loop: "AbstractEventLoop") -> None:
-    """Let the end of the process not wait for what an event loop runs, in its own thread or in others."""
-    loop.set_default_executor(CallExecutor(None, "calls"))
-    _loops.add(loop)
-
-
-def _leave_calls() -> None:
-    if any(map(Future.running, _calls)) or not all(map(_answers, _loops)):
-        # Python would wait for ever, and kills daemons within native code, which aborts: a scheduler would see that
-        atexit._run_exitfuncs()  # those of trackers, for example
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(_exit_code)
-
-
-def _answers(loop: "AbstractEventLoop") -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(1.0)
-
-
-def _forget_calls() -> None:
-    _calls.clear()
-    _loops.clear()
-
-
-# A process that is forked, such as the worker of a dataloader, has none of these threads
-os.register_at_fork(after_in_child=_forget_calls)
-# Before Python waits for threads, which it does before the functions of `atexit`
-threading._register_atexit(_leave_calls)  # type: ignore[attr-defined]
 
 
 def agree(accelerator: "Accelerator", *flags: int) -> list[int]:

@@ -80,5 +80,5 @@ MUTANTS = [
     (P + "rollout/families/qwen_image.py", "return max(width, 32), max(height, 32)", "return width, height", "tests/test_families.py::TestEditedSizes"),
     (P + "image_benchmarks/gedit.py", "lowest and EditScore(*lowest, overall(*lowest))", "lowest and EditScore(*lowest, min(lowest))", "tests/test_gedit.py"),
     (P + "trainer/losses.py", 'columns[name][columns["index"] == step]', 'columns[name][columns["index"] >= step]', "tests/test_advantages_losses.py tests/test_guard_nft_losses.py tests/test_paco_grpo_trainer.py"),
-    (P + "utils/stopping.py", "    _calls.clear()\n    _loops.clear()\n", "    pass\n", "tests/test_preemption.py -k forked"),
+    (P + "utils/background.py", "    _calls.clear()\n    _loops.clear()\n", "    pass\n", "tests/test_preemption.py -k forked"),
 ]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let a single run write a directory, on one machine or several."""
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .processes import wait_for_all
+
+
+# Seconds until a file of another machine must be seen
+_SHARED_FILE_TIMEOUT = 10
+
+
+@contextlib.contextmanager
+def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
+    """
+    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are several,
+    they check that they share it. Gives them a file in it for errors, which stays after one.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    # Next to the directory where its contents tell whether anything was begun. The system releases it with the process
+    folder = Path(folder).expanduser().absolute()
+    path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
+    state, lock, host = PartialState(), FileLock(path), socket.gethostname()
+    refusal, mark = None, None
+    wait_for_all()
+    if state.is_main_process:
+        refusal = take_lock(lock, what, folder)
+        if refusal is None and state.num_processes > 1:
+            mark = _leave_mark(path)
+    refusal, name, first_host = gather_object([(refusal, mark and mark.name, host)])[0]
+    mark = name and path.with_name(name)  # of this process's own directory
+    try:
+        if mark is not None:
+            strangers = gather_object([] if _is_seen(mark) else [host])
+            if strangers:
+                refusal = (
+                    f"{folder} on {', '.join(sorted(set(strangers)))} is not the directory that the first process sees "
+                    f"on {first_host}. All processes write {what} there: give a directory that the machines share."
+                )
+        if refusal is None:
+            yield mark
+        if state.is_main_process and mark is not None:
+            mark.unlink(missing_ok=True)
+        if refusal is not None:
+            raise ValueError(refusal)
+    finally:
+        if state.is_main_process:
+            lock.release()
+
+
+def _leave_mark(path: Path) -> Path | None:
+    """Write a new empty file next to the lock of a run, in place of those that runs with errors have left."""
+    with contextlib.suppress(OSError):
+        for earlier in path.parent.glob(f"{path.name}-*"):
+            earlier.unlink(missing_ok=True)
+        # A new name: network file systems remember that a file was not there
+        mark = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+        mark.touch()
+        return mark
+    return None
+
+
+def _is_seen(mark: Path) -> bool:
+    """Tell whether this process sees a file that the first one has written."""
+    end = time.monotonic() + _SHARED_FILE_TIMEOUT
+    while not mark.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> str | None:
+    """Acquire a lock (-1: as soon as it is free), or return the error that another run holds it."""
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
+    except (OSError, NotImplementedError):  # a file system without locks, or one that cannot be written to
+        pass
+    return None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the files of models and adapters, in a directory or on the Hub."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .names import check_adapter_name, check_model_name, is_local
+
+
+_PEFT_WEIGHTS = "adapter_model.safetensors"
+# Names of diffusers and transformers for a model's own weights, or parts of them
+_ALL_WEIGHTS = re.compile(r"(?:diffusion_pytorch_)?model[.-]")
+
+
+def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say where on the Hub a file is."""
+    names = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
+    """Find a file of a model, by Hub id or directory; return its path, or `None` if the model has no such file."""
+    from transformers.utils import cached_file  # takes a second to import
+
+    check_model_name(model)
+    return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+
+
+def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
+    """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
+    check_adapter_name(adapter)
+    folder, file = split_adapter(adapter)
+    names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")
+    read = [name for name in ([file] if file else names) if name.endswith(".safetensors")]
+    paths = list(filter(None, (find_model_file(folder, name, **hub_arguments) for name in read)))[:1]
+    if not paths and file is None:
+        paths = [str(path) for path in Path(adapter).glob("*.safetensors") if not _ALL_WEIGHTS.match(path.name)]
+    if len(paths) != 1:
+        what = f"{len(paths)} safetensors files" if paths else f"no {' or '.join(names)}"
+        where = "" if os.path.exists(adapter) else ", which is no directory here,"
+        raise ValueError(
+            f"The adapter '{adapter}'{where} has {what}. Name the file, such as 'style.safetensors', or on the Hub "
+            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
+            "no adapter."
+        )
+    return paths[0]
+
+
+def peft_folder(adapter: str) -> str | None:
+    """Return the directory or Hub id of an adapter in PEFT's format, also for the file in it; `None` for a LoRA file."""
+    if os.path.basename(find_adapter_file(adapter)) != _PEFT_WEIGHTS:
+        return None
+    folder, file = split_adapter(adapter)
+    if subfolder := os.path.dirname(file or ""):  # of a repository
+        from huggingface_hub import snapshot_download  # takes half a second to import
+
+        patterns = [f"{subfolder}/{name}" for name in (_PEFT_WEIGHTS, "*.json", "*.jinja")]
+        return os.path.join(snapshot_download(folder, allow_patterns=patterns), subfolder)
+    return folder
+
+
+def split_adapter(adapter: str) -> tuple[str, str | None]:
+    """Return the directory or Hub id of an adapter, and the file in it that is named."""
+    if os.path.isfile(adapter):
+        return os.path.split(os.path.abspath(adapter))
+    if not is_local(adapter) and adapter.endswith(".safetensors") and adapter.count("/") > 1:
+        owner, name, file = adapter.split("/", 2)
+        return f"{owner}/{name}", file
+    return adapter, None
