@@ -26,7 +26,7 @@ from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.resuming import ResumesExactly
-from paco_trl.utils.background import leave_calls
+from paco_trl.utils.background import abandon_at_exit
 from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
 from testing_utils import files_in
 
@@ -216,8 +216,8 @@ class TestInOneProcess:
         assert saved == ([] if code is None else ["checkpoint-2"])
 
     def test_workers_that_are_left_do_not_hold_up_the_exit(self):
-        code = "from torch.utils.data import DataLoader\nfrom paco_trl.utils.stopping import leave_stop\n"
-        code += "leave_stop(loader := DataLoader(range(99), num_workers=1), ['SIGTERM'])\n"
+        code = "from torch.utils.data import DataLoader\nfrom paco_trl.utils.stopping import ignore_stop_in_workers\n"
+        code += "ignore_stop_in_workers(loader := DataLoader(range(99), num_workers=1), ['SIGTERM'])\n"
         code += "batches = iter(loader)\nprint(next(batches))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert (done.returncode, done.stdout) == (0, "tensor([0])\n"), done.stderr
@@ -371,7 +371,7 @@ def test_a_worker_that_is_forked_ends_as_any():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    leave_calls(loop)
+    abandon_at_exit(loop)
     try:
         worker = multiprocessing.get_context("fork").Process(target=int)
         worker.start()

@@ -20,7 +20,7 @@ from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
 
 from ..data import split_grid
 from ..rollout.rounds import Completion, Round
-from ..utils.background import CallExecutor, leave_calls
+from ..utils.background import CallExecutor, abandon_at_exit
 from ..utils.placement import placed_on
 from ..utils.stopping import Stopped, agree
 from .weighting import RewardError, Rewards
@@ -102,7 +102,7 @@ class RewardScorer:
         if any(rewards.is_async):
             _, self.loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
-            leave_calls(self.loop)
+            abandon_at_exit(self.loop)
             # The gradient mode belongs to the thread, where calls interleave: set it once
             self.loop.call_soon_threadsafe(torch.set_grad_enabled, False)
             # A new thread starts on the first device, not on that of this process

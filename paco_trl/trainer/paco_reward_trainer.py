@@ -47,7 +47,7 @@ from ..utils.locks import sole_writer
 from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
-from ..utils.stopping import Stopped, agree, leave_stop
+from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.tensors import tower_arguments
 from .checks import check_has_evaluation, check_pairs
 from .config_utils import check_best_metric, copy_config, end_explained
@@ -378,7 +378,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         dataloader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint:
             base = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's own takes it from there
-            leave_stop(base, self.args.jit_checkpoint_signals)
+            ignore_stop_in_workers(base, self.args.jit_checkpoint_signals)
         return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in the background that the end of the process does not wait for."""
+"""
+Calls in the background that the end of the process does not wait for.
+
+Python waits at its end for each thread of a `ThreadPoolExecutor`, and kills daemon threads, at worst within native code,
+which aborts the process. No public hook comes before: `atexit` runs its functions after the wait.
+"""
 
 import atexit
 import os
@@ -28,15 +33,14 @@ class CallExecutor(ThreadPoolExecutor):
         return future
 
 
-def leave_calls(loop: "AbstractEventLoop") -> None:
+def abandon_at_exit(loop: "AbstractEventLoop") -> None:
     """Let the end of the process not wait for what an event loop runs, in its own thread or in others."""
     loop.set_default_executor(CallExecutor(None, "calls"))
     _loops.add(loop)
 
 
-def _leave_calls() -> None:
+def _exit_past_running_calls() -> None:
     if any(map(Future.running, _calls)) or not all(map(_answers, _loops)):
-        # Python would wait for ever, and kills daemons within native code, which aborts: a scheduler would see that
         atexit._run_exitfuncs()  # those of trackers, for example
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -56,5 +60,5 @@ def _forget_calls() -> None:
 
 # A process that is forked, such as the worker of a dataloader, has none of these threads
 os.register_at_fork(after_in_child=_forget_calls)
-# Before Python waits for threads, which it does before the functions of `atexit`
-threading._register_atexit(_leave_calls)  # type: ignore[attr-defined]
+# The hook of `concurrent.futures` itself, whose functions run in reverse order: before its own, which waits
+threading._register_atexit(_exit_past_running_calls)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .addresses import check_base_url, is_loopback
-from .background import leave_calls
+from .background import abandon_at_exit
 
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all clients of the process."""
     with _event_loop_lock:  # several threads may be the first
         if (process := os.getpid()) not in _event_loops:
-            leave_calls(loop := asyncio.new_event_loop())
+            abandon_at_exit(loop := asyncio.new_event_loop())
             threading.Thread(target=loop.run_forever, name="paco-trl-chat", daemon=True).start()
             _event_loops[process] = loop
         return _event_loops[process]

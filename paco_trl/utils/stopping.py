@@ -73,7 +73,7 @@ def defer_stop() -> None:
     _is_deferred = True
 
 
-def leave_stop(dataloader: "DataLoader", names: Sequence[str]) -> None:
+def ignore_stop_in_workers(dataloader: "DataLoader", names: Sequence[str]) -> None:
     """Let the worker processes of a dataloader ignore the signals: this process stops them."""
     dataloader.worker_init_fn = partial(_ignore_stop, names, dataloader.worker_init_fn)
     # At exit multiprocessing ends those that are left by SIGTERM, and would wait forever for ones that ignore it
