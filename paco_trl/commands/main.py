@@ -47,8 +47,11 @@ _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
 # Loggers that warn when installed extras are imported, of what is not used here (torch 2.15 with torchao 0.18,
 # bitsandbytes 0.50, diffusers 0.42)
 _NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "diffusers.quantizers.torchao.torchao_quantizer")
-# What libraries tell one another: PEFT 0.21 and diffusers 0.42 use what transformers and the Hub's client have renamed
-_RENAMED = "`is_gradient_checkpointing` is deprecated|The `local_dir_use_symlinks` argument is deprecated"
+# PEFT 0.21 and diffusers 0.42 use what transformers and the Hub's client have renamed, and this package what
+# transformers 5.23 needs
+_RENAMED = (
+    "`(is_gradient_checkpointing|past_key_values)` is deprecated|The `local_dir_use_symlinks` argument is deprecated"
+)
 _EXIT_DELAY = 60.0  # seconds, more than the imports of two processes differ
 
 
