@@ -474,7 +474,7 @@ class TestErrors:
 
 def test_other_systems(capsys, monkeypatch):
     monkeypatch.delattr(os, "EX_TEMPFAIL")  # as there
-    runpy.run_path(str(ROOT / "paco_trl" / "utils" / "stopping.py"))
+    runpy.run_module("paco_trl.utils.stopping")
     monkeypatch.setattr(sys, "platform", "win32")
     for command in ("--version", "grpo"):
         assert main.main([command]) == 1
