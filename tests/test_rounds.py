@@ -14,7 +14,7 @@ from datasets import Dataset
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
 from paco_trl.trainer.round_schedule import RoundPlan, RoundSchedule, TrainingRound
-from paco_trl.utils.option_checks import round_sizes
+from paco_trl.utils.option_checks import RoundSizes, round_sizes
 from testing_utils import are_equal, entries_of, weights_of
 
 
@@ -65,12 +65,10 @@ class TestArithmetic:
 
 
 def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged_batches=1, **sizes):
-    names = (
-        "num_prompts", "num_optimizer_steps", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps"
-    )  # fmt: skip
-    requested = tuple(sizes.get(name) for name in names)
+    names = {"num_prompts": "num_prompts_per_generation", "num_optimizer_steps": "optimizer_steps_per_generation"}
+    requested = RoundSizes(**{names.get(name, name): size for name, size in sizes.items()})
     return RoundPlan(*round_sizes(
-        *requested, num_processes=num_processes, num_generations=num_generations,
+        requested, num_processes=num_processes, num_generations=num_generations,
         batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged_batches=num_merged_batches,
     ))  # fmt: skip
 

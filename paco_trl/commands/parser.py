@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from ..utils.option_checks import errors_of, image_errors, judge_errors, refuse
+from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, errors_of, image_errors, judge_errors, refuse
 from ..utils.text import read_json, shorten
 from .main import launch, read_config, say
 
@@ -356,8 +356,12 @@ class CommandParser(argparse.ArgumentParser):
             yield from args.errors() if hasattr(args, "errors") else ()
             if isinstance(args, SimpleNamespace):
                 defaults = {name: option.get("default") for name, option in known.items()}
-                check = judge_errors if "first_token_weight" in known else image_errors
-                yield from check(args, defaults, config_options()["unsupported"][kind])
+                unsupported = config_options()["unsupported"][kind]
+                if kind == "PaCoRewardConfig":
+                    yield from judge_errors(args, defaults, unsupported)
+                else:
+                    losses = NFT_LOSSES if kind == "PaCoNFTConfig" else GRPO_LOSSES
+                    yield from image_errors(args, defaults, unsupported, losses)
         yield from self.check(*parsed)
 
     def _build(self, options: dict[str, Any], chosen: Collection[str]) -> tuple:

@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the configs: help texts, unsupported fields, explained errors."""
+"""Shared parts of the configs: help texts, unsupported fields, checks of values."""
 
 import copy
 import dataclasses
 import inspect
 import re
-import socket
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Collection, Iterable
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from accelerate import PartialState
 from torch import nn
-from torch.distributed import DistError
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig, SFTConfig
-
-from ..checkpointing.checkpoints import how_to_resume
 
 
 Config = TypeVar("Config", bound=TrainingArguments)
@@ -70,26 +63,6 @@ def defaults_of(config: type) -> dict[str, Any]:
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in fields
     }
-
-
-@contextmanager
-def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
-    """Say in the last line of every process which one has ended a run; it writes its error to the file that all see."""
-    try:
-        yield
-    except BaseException as error:
-        # Gloo's errors have no class of their own (torch 2.15)
-        is_of_another = isinstance(error, DistError) or "/gloo/" in str(error)
-        if mark is None or isinstance(error, SystemExit):  # a signal, to all of them
-            raise
-        if not is_of_another:
-            process = f"Process {PartialState().process_index} on {socket.gethostname()}"
-            with suppress(OSError), open(mark, "a", encoding="utf-8") as file:
-                file.write(f"{process} ended the run: {type(error).__name__}: {error}\n")
-            raise
-        words = mark.read_text(encoding="utf-8").partition("\n")[0] if mark.exists() else ""
-        words = words or "Another process of the run was killed, or its machine is gone or cannot be reached."
-        raise RuntimeError(f"{words} {how_to_resume(output_dir)}") from error
 
 
 def name_checkpointing(config: TrainingArguments) -> None:

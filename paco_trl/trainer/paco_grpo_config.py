@@ -16,7 +16,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, image_errors, refuse, round_sizes
+from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, RoundSizes, image_errors, refuse, round_sizes
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -326,16 +326,12 @@ class PaCoGRPOConfig(GRPOConfig):
             self.greater_is_better: bool | None = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
-        num_prompts = self.num_prompts_per_generation
-        requested = (
-            num_prompts, self.optimizer_steps_per_generation, self.generation_batch_size, self.steps_per_generation,
-            self.gradient_accumulation_steps,
-        )  # fmt: skip
+        requested = RoundSizes(*(getattr(self, name) for name in RoundSizes._fields))
 
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is planned before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         name_checkpointing(self)
-        plan = self._plan_round(*requested, num_processes=num_processes)
+        plan = self._plan_round(requested, num_processes)
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         self.steps_per_generation, self.generation_batch_size = plan.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
@@ -355,14 +351,16 @@ class PaCoGRPOConfig(GRPOConfig):
         self.optimizer_steps_per_generation = plan.num_optimizer_steps
         self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
-        self._is_default_round = num_prompts is None and requested[2:] == (None,) * 3
-        expected = 42 if self._is_default_round else num_prompts
-        if expected is not None and requested[2:4] == (None, None) and plan.num_prompts != expected:
+        # Only the optimizer steps may be set
+        self._is_default_round = requested._replace(optimizer_steps_per_generation=None) == RoundSizes()
+        expected = 42 if self._is_default_round else requested.num_prompts_per_generation
+        has_images = requested.generation_batch_size is not None or requested.steps_per_generation is not None
+        if expected is not None and not has_images and plan.num_prompts != expected:
             logger.warning(
                 f"`num_prompts_per_generation` is rounded up from {expected} to {plan.num_prompts}, which divides: "
                 f"{plan.describe()}"
             )
-        if requested[1] is None and plan.num_optimizer_steps > 2:
+        if requested.optimizer_steps_per_generation is None and plan.num_optimizer_steps > 2:
             logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.describe()}")
 
     def fit_round(self, count: int) -> None:
@@ -372,8 +370,7 @@ class PaCoGRPOConfig(GRPOConfig):
         fitting = [n for n in range(1, count + 1) if n * plan.num_generations % batch == 0]
         if not self._is_default_round or count >= plan.num_prompts or not fitting:
             return
-        sizes = (fitting[-1], plan.num_optimizer_steps, None, None, None)
-        plan = self._plan_round(*sizes, num_processes=self.world_size)
+        plan = self._plan_round(RoundSizes(fitting[-1], plan.num_optimizer_steps), self.world_size)
         self.num_prompts_per_generation, self.generation_batch_size = plan.num_prompts, plan.num_images
         self.steps_per_generation = plan.steps_per_generation
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
@@ -407,13 +404,16 @@ class PaCoGRPOConfig(GRPOConfig):
     @property
     def round_plan(self) -> RoundPlan:
         """Division of a round over processes, micro-batches and optimizer steps."""
-        steps = self.optimizer_steps_per_generation
-        return self._plan_round(None, steps, self.generation_batch_size, None, None, num_processes=self.world_size)
+        sizes = RoundSizes(
+            optimizer_steps_per_generation=self.optimizer_steps_per_generation,
+            generation_batch_size=self.generation_batch_size,
+        )
+        return self._plan_round(sizes, self.world_size)
 
-    def _plan_round(self, *requested: int | None, num_processes: int) -> RoundPlan:
+    def _plan_round(self, requested: RoundSizes, num_processes: int) -> RoundPlan:
         """Plan a round of the sizes that are set."""
         sizes = round_sizes(
-            *requested, num_processes=num_processes, num_generations=self.num_generations,
+            requested, num_processes=num_processes, num_generations=self.num_generations,
             batch_size=self.per_device_train_batch_size, num_trained_steps=self.num_trained_steps,
             num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
         )  # fmt: skip
@@ -438,7 +438,7 @@ class PaCoGRPOConfig(GRPOConfig):
             )
 
     def _check_values(self) -> None:
-        refuse(image_errors(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS))
+        refuse(image_errors(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS, self.loss_types))
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
         for name, choices in self.choices.items():

@@ -50,13 +50,13 @@ from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.tensors import tower_arguments
 from .checks import check_has_evaluation, check_pairs
-from .config_utils import check_best_metric, copy_config, end_explained
+from .config_utils import check_best_metric, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import judge_settings, lora_of
 from .paco_reward_config import PaCoRewardConfig
-from .resuming import ResumesExactly, RunCallback
+from .resuming import ResumesExactly, RunCallback, end_explained
 from .run_settings import describe_run
 
 

@@ -2,15 +2,18 @@
 """Mixin of the trainers: atomic checkpoints, and runs that are stopped by a signal and resume exactly."""
 
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from torch.distributed import DistError
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
@@ -28,6 +31,7 @@ from ..checkpointing.checkpoints import (
     delete_run,
     drop_old_checkpoints,
     find_checkpoint,
+    how_to_resume,
     read_run,
     write_checkpoint,
 )
@@ -266,3 +270,23 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
+    """Say in the last line of every process which one has ended a run; it writes its error to the file that all see."""
+    try:
+        yield
+    except BaseException as error:
+        # Gloo's errors have no class of their own (torch 2.15)
+        is_of_another = isinstance(error, DistError) or "/gloo/" in str(error)
+        if mark is None or isinstance(error, SystemExit):  # a signal, to all of them
+            raise
+        if not is_of_another:
+            process = f"Process {PartialState().process_index} on {socket.gethostname()}"
+            with suppress(OSError), open(mark, "a", encoding="utf-8") as file:
+                file.write(f"{process} ended the run: {type(error).__name__}: {error}\n")
+            raise
+        words = mark.read_text(encoding="utf-8").partition("\n")[0] if mark.exists() else ""
+        words = words or "Another process of the run was killed, or its machine is gone or cannot be reached."
+        raise RuntimeError(f"{words} {how_to_resume(output_dir)}") from error

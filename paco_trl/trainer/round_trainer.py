@@ -87,7 +87,7 @@ from .checks import (
     check_train_dataset,
     offload_models,
 )
-from .config_utils import copy_config, end_explained
+from .config_utils import copy_config
 from .console import use_console
 from .evaluator import Evaluation, Evaluator, evaluation_metrics
 from .losses import (
@@ -106,7 +106,7 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .resuming import ResumesExactly, RunCallback
+from .resuming import ResumesExactly, RunCallback, end_explained
 from .round_schedule import RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from string import Formatter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .stopping import NOT_ON_WINDOWS
 
@@ -106,17 +106,23 @@ def refuse(errors: Iterable[str]) -> None:
         )
 
 
-def image_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
-    """Check the values of PaCoGRPOConfig, or of PaCoNFTConfig, against each other; `unsupported` names fields of TRL's."""
-    args, is_nft = SimpleNamespace(**vars(config)), "nft_beta" in defaults
-    errors = [*_value_errors(args, defaults, unsupported, is_nft)]
-    yield from errors or _size_errors(args, is_nft)
+def image_errors(
+    config: Any, defaults: Mapping[str, Any], unsupported: Collection[str], losses: tuple[str, ...]
+) -> Iterator[str]:
+    """
+    Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other.
+
+    `unsupported` names fields of TRL's configs.
+    """
+    args = SimpleNamespace(**vars(config))
+    errors = [*_value_errors(args, defaults, unsupported, losses)]
+    yield from errors or _size_errors(args, losses == NFT_LOSSES)
 
 
 def _value_errors(
-    args: SimpleNamespace, defaults: Mapping[str, Any], unsupported: Collection[str], is_nft: bool
+    args: SimpleNamespace, defaults: Mapping[str, Any], unsupported: Collection[str], losses: tuple[str, ...]
 ) -> Iterator[str]:
-    losses = NFT_LOSSES if is_nft else GRPO_LOSSES
+    is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
         alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives
@@ -161,8 +167,7 @@ def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[str]:
     else:
         num_trained_steps = args.num_sde_steps or len(args.sde_steps)
     yield from errors_of(
-        round_sizes, args.num_prompts_per_generation, args.optimizer_steps_per_generation, args.generation_batch_size,
-        args.steps_per_generation, args.gradient_accumulation_steps, num_processes=int(num_processes),
+        round_sizes, RoundSizes(*(getattr(args, name) for name in RoundSizes._fields)), num_processes=int(num_processes),
         num_generations=args.num_generations, batch_size=args.per_device_train_batch_size, num_trained_steps=num_trained_steps,
         num_merged_batches=(args.per_device_rollout_batch_size or 0) // args.per_device_train_batch_size or 1,
     )  # fmt: skip
@@ -241,12 +246,18 @@ def errors_of(check: Callable[..., Any], *arguments: Any, **named: Any) -> Itera
         yield str(error)
 
 
+class RoundSizes(NamedTuple):
+    """The fields that set the size of a round, `None` where it follows from others."""
+
+    num_prompts_per_generation: int | None = None
+    optimizer_steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    gradient_accumulation_steps: int | None = None
+
+
 def round_sizes(
-    num_prompts: int | None,
-    num_optimizer_steps: int | None,
-    generation_batch_size: int | None,
-    steps_per_generation: int | None,
-    gradient_accumulation_steps: int | None,
+    requested: RoundSizes,
     *,
     num_processes: int,
     num_generations: int,
@@ -263,11 +274,13 @@ def round_sizes(
         ValueError: the sizes that are set do not divide a round, or contradict each other.
     """
     parallel = num_processes * batch_size  # images of a micro-batch on all processes
-    steps = Fraction(num_optimizer_steps or 2)
-    images, per_step = Fraction(generation_batch_size or 0), Fraction(gradient_accumulation_steps or 0)
+    num_prompts = requested.num_prompts_per_generation
+    steps = Fraction(requested.optimizer_steps_per_generation or 2)
+    images = Fraction(requested.generation_batch_size or 0)
+    per_step = Fraction(requested.gradient_accumulation_steps or 0)
     per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
     if not images:
-        images = Fraction((steps_per_generation or 0) * parallel, num_trained_steps)
+        images = Fraction((requested.steps_per_generation or 0) * parallel, num_trained_steps)
     # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
     batch = parallel * num_merged_batches
     unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
@@ -277,15 +290,9 @@ def round_sizes(
     if per_step:
         steps = images / per_step
     trained = images * num_trained_steps / parallel  # micro-steps of a process
-    requested = {
-        "num_prompts_per_generation": (num_prompts, images / num_generations),
-        "optimizer_steps_per_generation": (num_optimizer_steps, steps),
-        "generation_batch_size": (generation_batch_size, images),
-        "steps_per_generation": (steps_per_generation, trained),
-        "gradient_accumulation_steps": (gradient_accumulation_steps, trained / steps),
-    }
-    settings = {name: value for name, (value, _) in requested.items() if value is not None}
-    are_equal = all(value in (None, planned) for value, planned in requested.values())
+    planned = (images / num_generations, steps, images, trained, trained / steps)
+    settings = {name: value for name, value in requested._asdict().items() if value is not None}
+    are_equal = all(value in (None, size) for value, size in zip(requested, planned, strict=True))
     if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
         are_equal = True  # the prompts may be rounded up
     if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
