@@ -33,11 +33,11 @@ from paco_trl.hub.cards import card_for, metadata, render_card
 from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.hub.settings import (
-    Evaluation,
+    EvaluationRow,
     ImageModelCard,
     JudgeCard,
     LoRA,
-    Reward,
+    RewardRow,
     load_settings,
     save_settings,
 )
@@ -370,9 +370,9 @@ class TestWhatItSays:
         full = dataclasses.replace(
             empty, lora=LoRA(4, 8, ["to_q"], "u/earlier"), license=License("mit"), datasets=["u/data"],
             hardware="2 x GPU", seconds=90.0, versions={"torch": "2"}, settings={"optimizer_steps": 4},
-            evaluations=evaluations if is_judge else [Evaluation("r", 0.5, step=4)],
+            evaluations=evaluations if is_judge else [EvaluationRow("r", 0.5, step=4)],
             pictures=["eval_calibration.png"] if is_judge else ["curves.png"],
-            **({} if is_judge else {"method": "PaCo-GRPO", "rewards": [Reward("r", 1.0)]}),
+            **({} if is_judge else {"method": "PaCo-GRPO", "rewards": [RewardRow("r", 1.0)]}),
         )  # fmt: skip
         texts = {name: str(render_card(card)) for name, card in (("empty", empty), ("full", full))}
         for part in (

@@ -27,7 +27,7 @@ from paco_trl import load_for_inference
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
-from paco_trl.hub.settings import ImageModelCard, LoRA, Reward, load_settings, save_settings
+from paco_trl.hub.settings import ImageModelCard, LoRA, RewardRow, load_settings, save_settings
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rollout import keyed_generator
 from paco_trl.tiny import build_tiny_flux_kontext
@@ -53,7 +53,7 @@ PASTED = format_image_set_prompt("One hat.", 20, 20, ["A hat."] * 400)
 
 
 def card(**settings) -> ImageModelCard:
-    rewards = [Reward("clip_t", 1.0, "user/clip"), Reward("consistency", 1.0, "user/judge", 0.1, 0.2)]
+    rewards = [RewardRow("clip_t", 1.0, "user/clip"), RewardRow("consistency", 1.0, "user/judge", 0.1, 0.2)]
     named = {"title": "my <b>adapter</b>", "repo_id": "toy", "base_model": "user/flux", "lora": LoRA(4, 8.0)}
     return ImageModelCard(**named, call={"guidance_scale": 4.5}, settings=settings, rewards=rewards)
 

@@ -7,17 +7,17 @@ The Hugging Face Hub: what is saved beside a model (`paco_trl.json`), the card m
 
 from .cards import metadata, render_card, save_card
 from .settings import (
-    Evaluation,
+    EvaluationRow,
     ImageModelCard,
     JudgeCard,
     LoRA,
-    Reward,
+    RewardRow,
     load_settings,
     save_settings,
 )
 
 
 __all__ = [
-    "Evaluation", "ImageModelCard", "JudgeCard", "LoRA", "Reward", "load_settings", "metadata",
+    "EvaluationRow", "ImageModelCard", "JudgeCard", "LoRA", "RewardRow", "load_settings", "metadata",
     "render_card", "save_card", "save_settings",
 ]  # fmt: skip

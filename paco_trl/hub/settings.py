@@ -42,8 +42,8 @@ class LoRA:
 
 
 @dataclass
-class Reward:
-    """A reward of a run."""
+class RewardRow:
+    """A reward of a run, a row of the card's table."""
 
     name: str
     weight: float | None = None
@@ -53,8 +53,8 @@ class Reward:
 
 
 @dataclass
-class Evaluation:
-    """The evaluation of a reward."""
+class EvaluationRow:
+    """The evaluation of a reward, a row of the card's table."""
 
     reward: str
     mean: float  # over the evaluation prompts, after training
@@ -106,8 +106,8 @@ class ImageModelCard(_Card):
     call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline's call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"
     method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
-    rewards: list[Reward] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)  # the last ones
+    rewards: list[RewardRow] = field(default_factory=list)
+    evaluations: list[EvaluationRow] = field(default_factory=list)  # the last ones
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
     gallery: dict[str, str] = field(default_factory=dict)  # prompts of those that the Hub's widget shows
 
@@ -180,6 +180,6 @@ def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
         name: kind(**values[name]) for name, kind in (("lora", LoRA), ("license", License)) if values.get(name)
     }
     if not is_judge:
-        parts["rewards"] = [Reward(**reward) for reward in values.get("rewards", ())]
-        parts["evaluations"] = [Evaluation(**row) for row in values.get("evaluations", ())]
+        parts["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
+        parts["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
     return (JudgeCard if is_judge else ImageModelCard)(**{**values, **parts})

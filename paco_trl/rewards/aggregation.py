@@ -2,9 +2,9 @@
 """
 Aggregation of several rewards into one, before the advantage (PaCo-RL, https://huggingface.co/papers/2512.04784).
 
-Notation: N samples (all images of all groups and processes), K rewards, G generations per group.
+Notation: N completions (of all groups and processes), K rewards, G generations per group.
 
-    h_k = std(R_k) / mean(R_k)                              (Eq. 3), over all samples
+    h_k = std(R_k) / mean(R_k)                              (Eq. 3), over all completions
     R_k <- log(1 + R_k) where h_k > delta, then sum w_k R_k (Eq. 4)
 
 The trainer computes the advantage, (r - group mean) / group std (Eq. 2): the aggregate is *not* centered, except with
@@ -84,7 +84,7 @@ def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def without_gaps(rewards: torch.Tensor, optional: torch.Tensor, num_generations: int, neutral: float) -> torch.Tensor:
-    """Replace an optional reward by its mean in groups in which a sample lacks it: it has no influence there."""
+    """Replace an optional reward by its mean in groups in which a completion lacks it: it has no influence there."""
     grouped = rewards.reshape(-1, num_generations, rewards.shape[1])  # (N / G, G, K)
     has_gap = torch.isnan(grouped).any(dim=1, keepdim=True) & optional  # (N / G, 1, K)
     constant = torch.nanmean(rewards, dim=0).nan_to_num(nan=neutral)  # (K,)
@@ -113,7 +113,7 @@ def aggregate_rewards(
     """
     Aggregate K rewards into one, before the advantage.
 
-    Pass *all* samples of a round, gathered from all processes: h_k is a statistic of all samples of all groups. A row
+    Pass *all* completions of a round, gathered from all processes: h_k is a statistic over all groups. A row
     with a NaN in any required reward of nonzero weight is NaN in the aggregate. A reward of weight 0 is only logged: its
     NaNs, range and h_k do not affect the aggregate.
 

@@ -3,9 +3,11 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from datasets import Dataset
 from datasets import Image as ImageFeature
+from PIL import Image
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
@@ -18,6 +20,39 @@ _TRAINER_ARGUMENTS = {
     "log_metric",
 }  # fmt: skip
 _ALWAYS_PASSED = _TRAINER_ARGUMENTS | {"rows", "cols"}
+
+
+class RewardFunction(Protocol):
+    """
+    A reward. It may also have these attributes, of which none is required.
+
+    Attributes:
+        __name__ (`str`):
+            Name in metrics and messages; otherwise that of its class.
+        is_async (`bool`):
+            Whether a call returns a coroutine, which the type of an object does not tell.
+        needed_columns (`tuple[str, ...]`):
+            Columns that the dataset must have, filled in every row.
+        min_panels (`int`):
+            Fewest panels of a prompt.
+        scores_grids (`bool`):
+            Whether it reads the lines of a grid, which a set of separate images lacks.
+        model, judge (`Any`):
+            A `torch.nn.Module`, or what has one as its `model`: `offload_rewards` moves it.
+        model_name (`str`):
+            Model behind it, for cards.
+        missing_score_reason (`str` or `None`):
+            Why the last `None` was returned, for messages.
+        fingerprint (`Any`):
+            What else its values depend on: a run that is resumed notices a change.
+
+    A parameter named `num_generations`, as in TRL an argument of each call, says that it compares the images of a prompt:
+    it gets all of them in one call.
+    """
+
+    def __call__(self, prompts: list[str], completions: list[Image.Image], **columns: Any) -> Any:
+        """Return a list of one `float` per completion, or `None` where it has none, or a coroutine of that list."""
+        ...
 
 
 def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:

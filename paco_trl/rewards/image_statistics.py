@@ -40,7 +40,7 @@ def measure_images(completions: Sequence[Completion]) -> list[tuple[int, tuple[l
 def image_metrics(
     measured: list[tuple[int, tuple[list[float], np.ndarray]]], num_generations: int
 ) -> dict[str, float]:
-    """Return the mean of each statistic over what was measured of images by prompt-major number. Collective: call on all ranks."""
+    """Average each statistic over all completions. Collective: call on all ranks."""
     by_number = dict(gather_object(measured))
     values, small = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
     groups = (np.stack(small) / 255).reshape(-1, num_generations, small[0].size)  # (prompts, generations, numbers)

@@ -70,7 +70,7 @@ class Judge(Protocol):
     """
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
     method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
-    generated. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
+    generated; if it has `decide`, as [`~paco_trl.PaCoReward.decide`], rewards call it. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
     """
 
     name: str  # for reports

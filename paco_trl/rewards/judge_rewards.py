@@ -90,8 +90,12 @@ class JudgedReward:
                 return self._rewards(questions, await self.judge.answer(images, texts, **self._options), log_metric)
 
             return query_server()
-        ask = getattr(self.judge, "decide", self.judge.score) if self.scale is None else self.judge.rate
-        scores = ask(images, texts, **self._options)
+        if self.scale is not None:
+            scores = self.judge.rate(images, texts, scale=self.scale)
+        elif hasattr(self.judge, "decide"):
+            scores = self.judge.decide(images, texts)
+        else:
+            scores = self.judge.score(images, texts)
         answers = [Answer(score, "undecided" if score is None else None) for score in scores]
         return self._rewards(questions, answers, log_metric)
 
@@ -369,7 +373,8 @@ class RubricReward(JudgedReward):
         digits_of(scale)  # checked before a model is loaded
         self.rubric, self.scale = read_rubric(rubric).replace("{scale}", str(scale)), scale
         self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`
-        vars(self).update(RUBRICS.get(str(rubric), {}))  # the trainer checks them before it loads a model
+        needs = RUBRICS.get(str(rubric), {})  # the trainer checks them before it loads a model
+        self.needed_columns, self.min_panels = needs.get("needed_columns", ()), needs.get("min_panels", 1)
         super().__init__(model, base_url, **kwargs)
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ class RewardScorer:
     def __init__(self, rewards: Rewards, accelerator: Accelerator, models: Sequence[nn.Module] = ()):
         self.rewards, self.accelerator, self.models = rewards, accelerator, list(models)
         self.executor = CallExecutor(1, "rewards")
-        # On the default stream each of a reward's many waits would be for all that generation has queued
+        # On the default stream, each sync of a reward would wait for generation too
         self.stream: torch.cuda.Stream | None = None
         self.loop: Any = None
         if any(rewards.is_async):
@@ -110,34 +110,21 @@ class RewardScorer:
                 self.loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
 
     @contextmanager
-    def scoring(self, round: Round, state: TrainerState) -> Iterator["Scoring"]:
+    def scoring(self, round: Round, state: TrainerState) -> Iterator["RoundScoring"]:
         """
         Score the completions that are added within the context, whose end waits for the rewards and gathers them.
 
         Collective: call on all ranks. An error, or a signal, drops the calls.
         """
-        scoring = Scoring(self, round, state)
+        scoring = RoundScoring(self, round, state)
         try:
             yield scoring
             scoring.finish()
         finally:
             scoring.drop()
 
-    @torch.no_grad()
-    def compute(self, indices: list[int], arguments: dict, device: int | None) -> list[list]:
-        """Call rewards that compute; runs on the rewards' thread."""
-        stream: AbstractContextManager = nullcontext()
-        if device is not None:
-            torch.cuda.set_device(device)
-            if self.stream is None:
-                self.stream = torch.cuda.Stream()
-            self.stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
-            stream = torch.cuda.stream(self.stream)
-        with stream:
-            return [self.rewards.call(index, **arguments) for index in indices]
 
-
-class Scoring:
+class RoundScoring:
     """The rewards of a round while it is generated; `scores` has them in the end."""
 
     scores: Scores
@@ -224,12 +211,21 @@ class Scoring:
             call.values = self.scorer.executor.submit(self._compute, call, arguments, device)
         self._calls.append(call)
 
+    @torch.no_grad()
     def _compute(self, call: _Call, arguments: dict, device: int | None) -> list[list]:
         """Call the rewards that compute; runs on the rewards' thread."""
         if any(earlier.values.done() and earlier.values.exception() for earlier in self._calls if earlier is not call):
             return []  # the run stops: an expensive reward is not computed for nothing
         call.span = [time.perf_counter(), torch.inf]
-        values = self.scorer.compute(call.reward_indices, arguments, device)
+        scorer, stream = self.scorer, nullcontext()
+        if device is not None:
+            torch.cuda.set_device(device)
+            if scorer.stream is None:
+                scorer.stream = torch.cuda.Stream()
+            scorer.stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
+            stream = torch.cuda.stream(scorer.stream)
+        with stream:
+            values = [self.rewards.call(index, **arguments) for index in call.reward_indices]
         call.span[1] = time.perf_counter()
         return values
 

@@ -23,7 +23,7 @@ from ..utils.fingerprint import describe_code
 from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
-from .checks import check_reward_functions, parameters_of
+from .checks import RewardFunction, check_reward_functions, parameters_of
 
 
 logger = get_logger(__name__)
@@ -56,7 +56,7 @@ class Rewards:
         method: str = "sum_then_normalize",
         threshold: float | str = "mean",
     ):
-        self.functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self.functions: list[RewardFunction] = [*reward_funcs] if isinstance(reward_funcs, list) else [reward_funcs]
         self.names = check_reward_functions(self.functions)
         checked = check_reward_weights(weights, self.names, method)
         self.weights = torch.tensor(checked, dtype=torch.float32)

@@ -144,11 +144,11 @@ def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
     )
 
 
-def offload_models(args: PaCoGRPOConfig, *runners: Rewards) -> dict[Rewards, list[nn.Module]]:
+def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, list[nn.Module]]:
     """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:
-        return {runner: [] for runner in runners}
-    models = {runner: offloadable_models(runner.functions, args.device) for runner in runners}
+        return {group: [] for group in rewards}
+    models = {group: offloadable_models(group.functions, args.device) for group in rewards}
     if not any(models.values()):
         logger.warning(
             f"`offload_rewards` has nothing to offload: no reward or its `judge` has a `torch.nn.Module` on the CPU or on "

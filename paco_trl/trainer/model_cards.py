@@ -14,7 +14,7 @@ from torch import nn
 from transformers import SchedulerType
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
-from ..hub.settings import Evaluation, LoRA, Reward
+from ..hub.settings import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
@@ -117,19 +117,21 @@ def _model_of(reward: Callable) -> str | None:
 
 def reward_rows(
     log_history: list[dict], functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
-) -> list[Reward]:
+) -> list[RewardRow]:
     """Describe each reward of a run, with its mean in the first and in the last round."""
     history = [entry for entry in log_history if "reward" in entry]
     first, last = (history[0], history[-1]) if history else ({}, {})
     return [
-        Reward(name, weight, _model_of(function), first.get(f"rewards/{name}/mean"), last.get(f"rewards/{name}/mean"))
+        RewardRow(
+            name, weight, _model_of(function), first.get(f"rewards/{name}/mean"), last.get(f"rewards/{name}/mean")
+        )
         for name, weight, function in zip(names, weights, functions, strict=True)
     ]
 
 
 def evaluation_rows(
     log_history: list[dict], datasets: Sequence[str | None], functions: Sequence[Callable], names: Sequence[str]
-) -> list[Evaluation]:
+) -> list[EvaluationRow]:
     """Describe the last evaluation of each dataset, one row per reward."""
     rows = []
     for dataset in datasets:
@@ -140,7 +142,9 @@ def evaluation_rows(
             if f"{key}mean" in entry:
                 fields = ("mean", "baseline", "gain_ci_low", "gain_ci_high")
                 values: dict[str, Any] = {field: entry.get(key + field) for field in fields}
-                rows.append(Evaluation(name, **values, dataset=dataset, model=_model_of(function), step=entry["step"]))
+                rows.append(
+                    EvaluationRow(name, **values, dataset=dataset, model=_model_of(function), step=entry["step"])
+                )
     return rows
 
 

@@ -21,7 +21,7 @@ _SHARED_FILE_TIMEOUT = 10
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
     Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are several,
-    they check that they share it. Gives them a file in it for errors, which stays after one.
+    they check that they share it. Yields a file for error messages; it is deleted unless an error ends the run.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
