@@ -44,7 +44,7 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
         yield
     except (HTTPError, ConnectionError, LocalEntryNotFoundError, RuntimeError) as error:
         cause: BaseException = error
-        while type(cause) is RuntimeError and cause.__cause__ is not None:  # of an upload to LFS
+        while type(cause) is RuntimeError and cause.__cause__ is not None:  # an upload to LFS wraps its error
             cause = cause.__cause__
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 503
         if isinstance(cause, OfflineModeIsEnabled) or (status < 500 and status not in (408, 409, 412, 425, 429)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the licenses of models, which models trained from them inherit."""
+"""Find the license of a base model. What is trained from it inherits the license."""
 
 import functools
 from pathlib import Path
@@ -22,7 +22,7 @@ class License(NamedTuple):
     link: str | None = None
 
 
-# Of the models that the paper trains, as in their cards: known without a request
+# Licenses of the models that the paper trains, as in their cards. They need no request
 _KNOWN = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
 
 
@@ -45,7 +45,7 @@ def read_license(model: str, token: str | bool | None = None) -> License:
     if data is None or not isinstance(identifier, str):
         raise ValueError(f"The card of {model!r} names no license (it has {identifier!r}).")
     link = data.get("license_link")
-    if link is not None and "://" not in link:  # a file of the repository, which may be in the Hub's cache
+    if link is not None and "://" not in link:  # a file of the repository; it may be in the Hub's cache
         link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if "/" in name or name == model else None
     return License(identifier, data.get("license_name"), link)
 

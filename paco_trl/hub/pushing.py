@@ -23,7 +23,7 @@ from .account import hub_outages
 from .files import is_one_of, select_files
 
 
-# Not accelerate's logger, which raises where no accelerate state exists: a log line must never stop a run
+# Not accelerate's logger. It raises where no accelerate state exists, and a log line must never stop a run
 logger = logging.getLogger(__name__)
 
 # In the output directory: where uploads go, and the files of those that are not done
@@ -35,7 +35,7 @@ def remember_repository(
     output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None
 ) -> None:
     """Save where the uploads of an output directory go (`revision=None` is the main branch), and `private` as given."""
-    shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)  # what a run that was killed has left
+    shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)  # a killed run may have left files
     repository = {"repo_id": repo_id, "revision": revision, "private": private}
     write_atomically(Path(output_dir) / STAGING / _REPOSITORY, json.dumps(repository))
 
@@ -87,7 +87,7 @@ class HubPusher:
         return upload() if blocking else self.api.run_as_future(upload)
 
     def wait(self) -> None:
-        """Wait for the uploads in the background; what fails is logged, not raised."""
+        """Wait for the uploads in the background. Failures are logged, not raised."""
         if self._job is not None:
             wait([self._job])
 

@@ -29,7 +29,7 @@ class LoRA:
     alpha: float
     layers: list[str] | None = None  # names of the adapted layers
     continued_from: str | None = None  # name of the adapter that training started from
-    quantization: str | None = None  # of the base model in training
+    quantization: str | None = None  # how the base model was quantized in training
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of the card's table: a setting and its value."""
@@ -72,20 +72,22 @@ class _Card:
 
     title: str
     repo_id: str  # Hub id, or the name of the directory: what the snippets load
-    base_model: str  # Hub id or directory, of whose path a card shows the last part
+    base_model: str  # Hub id or directory; a card shows the last part of its path
     base_revision: str | None = None  # commit of a base model on the Hub
-    lora: LoRA | None = None  # the adapter; of a merged model the merged one
+    lora: LoRA | None = None  # the adapter, also where it was merged
     merged_adapter: str | None = None  # Hub id or directory of the merged adapter
     license: License | None = None  # if `None`, the card refers to the base model's
     datasets: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=lambda: ["paco-trl"])
     hardware: str | None = None
-    seconds: float | None = None  # of training
+    seconds: float | None = None  # duration of the training
     saved_at: str | None = field(default=None, compare=False)  # in UTC, as ISO 8601
-    versions: dict[str, str] = field(default_factory=dict)  # of the libraries
+    versions: dict[str, str] = field(default_factory=dict)  # libraries and their versions
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
-    settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly with the names of its config
-    published: dict[str, Any] = field(default_factory=dict)  # of a reference card: `config`, `command`, `tables`, ...
+    settings: dict[str, Any] = field(default_factory=dict)  # training settings, mostly with the names of its config
+    published: dict[str, Any] = field(
+        default_factory=dict
+    )  # only in a reference card: `config`, `command`, `tables`, ...
 
 
 @dataclass
@@ -101,7 +103,7 @@ class ImageModelCard(_Card):
     # How the pipeline was loaded, as `load_for_inference` does it again: `quantization`, `offload`, `vae_tiling`
     loading: dict[str, Any] = field(default_factory=dict)
     device: str = "cuda"  # where the snippets run
-    prompt: str | list[str] | None = None  # of the snippets, or those of a set's images; if `None`, a packaged one
+    prompt: str | list[str] | None = None  # in the snippets: one, or one per image of a set; if `None`, a packaged one
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
     call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline's call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"
@@ -130,7 +132,7 @@ class ImageModelCard(_Card):
 
 @dataclass
 class JudgeCard(_Card):
-    """The card of a judge: of an adapter, or of a model that one was merged into."""
+    """The card of a judge: an adapter, or a model that one was merged into."""
 
     weights: str = "adapter"  # or "merged"
     evaluations: dict[str, dict] = field(default_factory=dict)  # the last one on each dataset
@@ -144,7 +146,7 @@ def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
-    from ..utils.statistics import without_nan  # imports NumPy, which reading cards does not need
+    from ..utils.statistics import without_nan  # imports NumPy; reading cards does without
 
     values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
     values["license"] = card.license and card.license._asdict()

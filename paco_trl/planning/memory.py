@@ -56,7 +56,7 @@ USABLE = 0.9
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 _FLOAT32 = 4
 _LIBRARIES = 5 * 2**28  # host memory of a process with torch, transformers and diffusers, without CUDA
-_QWEN_MAX_PIXELS = 12_845_056  # of Qwen2.5-VL's own processor
+_QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
 
 
 class LiveBytes(TorchDispatchMode):
@@ -129,12 +129,12 @@ def quantized_layers(module: nn.Module, quantization: str) -> Iterator[nn.Linear
 
 @contextmanager
 def dequantizing(module: nn.Module, quantization: str | None) -> Iterator[None]:
-    """Let quantized layers compute with a copy of their weights in the compute dtype, which autograd keeps."""
+    """Let quantized layers compute with a copy of their weights in the compute dtype. Autograd keeps the copy."""
 
     def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if quantization == "fp8_storage":
             return functional.linear(x, layer.weight.clone(), layer.bias)
-        # torchao takes the dtype of the inputs, which autocast leaves in float32 behind a norm
+        # torchao takes the dtype of the inputs. Autocast leaves them in float32 behind a norm
         return functional.linear(x, layer.weight.to(x.dtype, copy=True), layer.bias).to(x.dtype)
 
     # bitsandbytes dequantizes again in the backward, so that no copies of NF4's weights are kept
@@ -172,15 +172,17 @@ def _signature(block: nn.Module) -> list[tuple]:
 def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: bool = False) -> int:
     """Return the peak of what a call of a model allocates, in training with the backward, where gradients exist."""
     live = LiveBytes()
-    starts = defaultdict[nn.Module, list[int]](list)  # what is allocated before a block, in each call of the model
-    torch.clear_autocast_cache()  # of weights that an earlier call has cast
+    starts = defaultdict[nn.Module, list[int]](
+        list
+    )  # bytes that are allocated before a block, in each call of the model
+    torch.clear_autocast_cache()  # it holds weights that an earlier call has cast
     with shortened(model) as rows, ExitStack() as hooks:
         for block in chain(*(pair for pair, _ in rows)):
             hook = block.register_forward_pre_hook(lambda block, _: starts[block].append(live.now))
             hooks.enter_context(hook)
         for weight in model.parameters() if is_training else ():
             if weight.requires_grad:
-                weight.grad = torch.zeros_like(weight)  # of an earlier micro-batch, counted elsewhere
+                weight.grad = torch.zeros_like(weight)  # left by an earlier micro-batch, and counted elsewhere
         with live, torch.set_grad_enabled(is_training):
             outputs = function()
             hooks.close()  # checkpointing calls blocks again
@@ -200,7 +202,7 @@ def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: boo
 
 
 def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace the weights of a model on the meta device by those of a mode, which can be on any device."""
+    """Replace weights on the meta device by fake ones of a mode, which can be on any device."""
     known: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     with mode:
         for module in model.modules():
@@ -335,7 +337,7 @@ class JudgeRun(JudgeNetwork):
         self.args = args
         self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
-        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
+        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # tokens of the longest pair
         self.size = f"{self.num_tokens} tokens"
         self.settings = {
             "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
@@ -394,7 +396,7 @@ class ImageRun:
         with init_empty_weights():
             keep_dtype_of_norms(pipeline.transformer)
             self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)
-        self.vae = copy.deepcopy(pipeline.vae)  # without the policy's check of pixels, which reads their values
+        self.vae = copy.deepcopy(pipeline.vae)  # without the policy's check of pixels: it reads their values
         for part in (self.model, self.vae, *parts.values()):
             if isinstance(part, nn.Module):
                 with shortened(part):  # the others are counted, and not called
@@ -453,7 +455,7 @@ class ImageRun:
         return self.family.prepare_panel(self.pipeline, Image.new("RGB", self.sizes[is_full][::-1]))
 
     def encode_image(self, image: Image.Image) -> torch.Tensor:
-        """Encode a prepared source image, which is never tiled."""
+        """Encode a prepared source image, never in tiles."""
         pixels = self.family.image_pixels(self.pipeline, image).to(self.vae.dtype)
         self.vae.disable_tiling()
         with self.mode:
@@ -505,7 +507,7 @@ class ImageRun:
     def decoding(self, batch_size: int, is_full: bool, tiled: bool) -> int:
         """Return the peak of the VAE's decoder."""
         sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
-        frames = [1] if "z_dim" in self.vae.config else []  # of a video
+        frames = [1] if "z_dim" in self.vae.config else []  # the VAE of a video model
         (self.vae.enable_tiling if tiled else self.vae.disable_tiling)()
         with self.mode, self.in_training():
             latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
@@ -550,7 +552,7 @@ class ImageRun:
         is_full = args.resolution_scale != 1  # else what is measured for training serves
         full = affine(self.step, evaluated, is_full, plan.quantization)
         full = max(full, affine(self.decoding, evaluated, is_full, plan.vae_tiling))
-        if self.rows.is_anchored:  # which is encoded in between
+        if self.rows.is_anchored:  # a first panel is encoded in between
             step, full = max(step, self.first_panel(False)), max(full, self.first_panel(is_full))
         return {"generate": step, "decode": decode, "train": trained, "evaluate": full}
 

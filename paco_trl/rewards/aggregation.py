@@ -40,7 +40,7 @@ def coefficient_of_variation(rewards: torch.Tensor) -> list[float | None]:
     """Compute h_k = std / mean (Eq. 3, population std) per column, `None` if undefined or a value is negative."""
     means = torch.nanmean(rewards, dim=0)  # (K,)
     stds = torch.nanmean((rewards - means) ** 2, dim=0).sqrt()  # (K,)
-    # Of a reward around 0, rounding would decide the sign of the mean, and so whether it is tamed
+    # If a reward is around 0, rounding decides the sign of its mean, and so would decide whether it is tamed
     is_negative = (rewards < 0).any(dim=0)  # (K,)
     columns = zip(means.tolist(), stds.tolist(), is_negative.tolist(), strict=True)
     # A column without values has the mean NaN, and NaN > 0 is false

@@ -14,7 +14,7 @@ from trl.trainer.utils import get_callable_name
 from ..data.image_sets import SEPARATE
 
 
-# What a reward gets besides the columns of the dataset, see `RewardScorer`
+# Arguments of a reward besides the columns of the dataset, see `RewardScorer`
 _TRAINER_ARGUMENTS = {
     "prompts", "completions", "completion_ids", "num_generations", "panel_images", "trainer_state", "log_extra",
     "log_metric",
@@ -24,7 +24,7 @@ _ALWAYS_PASSED = _TRAINER_ARGUMENTS | {"rows", "cols"}
 
 class RewardFunction(Protocol):
     """
-    A reward. It may also have these attributes, of which none is required.
+    A reward. It may also have these attributes; none is required.
 
     Attributes:
         __name__ (`str`):
@@ -131,5 +131,5 @@ def parameters_of(function: Callable) -> list[inspect.Parameter]:
     """Return the parameters of a reward."""
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # it is not written in Python
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]

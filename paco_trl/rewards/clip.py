@@ -30,7 +30,7 @@ PICK_SCORE_DIVISOR = 26.0
 class ClipEmbedder:
     """Unit vectors of images and texts from a CLIP, frozen, in float32 by default, on the CPU until the first use."""
 
-    __name__: str  # of the subclasses that are rewards
+    __name__: str  # set by subclasses that are rewards
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ClipEmbedder:
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
         )
-        # As the model makes it, which reads it back from the device; `None` where nothing is padded
+        # As the model makes it, but without reading back from the device; `None` where nothing is padded
         shape = torch.empty(*inputs["input_ids"].shape, 1, dtype=self.model.dtype)
         mask = create_causal_mask(
             self.model.text_model.config, shape, attention_mask=inputs["attention_mask"], past_key_values=None

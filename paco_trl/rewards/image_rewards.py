@@ -24,7 +24,7 @@ POSITIONS = 256
 # Distance of a line from its place, as a fraction of the panel: a gutter has two edges
 LINE_TOLERANCE = 0.04
 
-# An edge differs by at least this, of the channels' range [0, 1], and by EDGE_FACTOR times the difference that 85 % of
+# An edge differs by at least this in the channels' range [0, 1], and by EDGE_FACTOR times the difference that 85 % of
 # the positions of its band stay below
 EDGE_DIFFERENCE = 0.03
 EDGE_FACTOR = 1.5
@@ -131,7 +131,7 @@ THUMBNAIL_SIZE = (64, 64)
 BLUR = 3
 REACH = 5
 
-# Differences up to this do not count (noise, JPEG), of the channels' range [0, 1]
+# Differences up to this do not count (noise, JPEG), in the channels' range [0, 1]
 COLOR_TOLERANCE = 0.04
 
 # Brightness is equalized up to this factor

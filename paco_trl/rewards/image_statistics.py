@@ -24,8 +24,9 @@ def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
     levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
     shares = np.unique(levels, return_counts=True)[1] / levels.size
     statistics = [
-        (down.sum() + right.sum()) / (down.size + right.size),  # of neighbors: 0 without edges, at most 1
-        -(shares * np.log2(shares)).sum(),  # in bits, of four levels a channel: 0 for one color, at most 6
+        (down.sum() + right.sum())
+        / (down.size + right.size),  # mean difference of neighbors: 0 without edges, at most 1
+        -(shares * np.log2(shares)).sum(),  # in bits, with four levels a channel: 0 for one color, at most 6
         pixels.mean(),  # 0 for black, 1 for white
         (pixels.max(axis=-1) - pixels.min(axis=-1)).mean(),  # 0 for gray, 1 for pure colors
     ]

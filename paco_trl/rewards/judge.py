@@ -49,9 +49,9 @@ _MAX_SCORE_ERROR = 1e-3
 LEAST_MASS = 0.5  # probability of Yes and No, or of all digits of a rating, at the first position
 SPACES = " Ġ▁"  # before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
-# Of the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
+# Control tokens in the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
-_MAX_RETRIES = 10_000  # of a question, whose time budget ends them
+_MAX_RETRIES = 10_000  # for a question; its time budget ends them
 _CHECK_SECONDS = 30.0
 
 
@@ -92,7 +92,7 @@ def image_key(image: ImageSource) -> Hashable:
 
 
 def check_list(images: Any, name: str = "images") -> list:
-    """Check that images are a list and not one image: of a path, each letter would be another."""
+    """Check that images are a list and not one image. In a path, each letter would be taken for an image."""
     if not isinstance(images, Sequence) or isinstance(images, str | bytes):
         raise ValueError(f"`{name}` is {shorten(images)}. Pass a list, also of one: `[...]`.")
     return list(images)
@@ -253,7 +253,7 @@ class ServedJudge:
         self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
-        self.question: str | None = None  # of all pairs that it was trained on, if the server names its model
+        self.question: str | None = None  # the one that it was trained on, if the server names its model
 
     def check(self, scale: int | None = None) -> None:
         """Check by a question, for a rating if there is a `scale`, or raise a `JudgeUnavailableError` within 30 s."""

@@ -43,15 +43,15 @@ class WeightedQuestion(NamedTuple):
     weight: float = 1.0
 
 
-Questions = list[list[WeightedQuestion]]  # of each image
+Questions = list[list[WeightedQuestion]]  # a list for each image
 
 
 class JudgedReward:
     """Base of rewards that query a judge; with a judge on a server, a call returns a coroutine."""
 
     __name__: str
-    scale: int | None = None  # of ratings; without one the judge answers Yes or No
-    asked = ""  # what the judge is asked about, if always the same
+    scale: int | None = None  # best rating; without one the judge answers Yes or No
+    asked = ""  # the question, if it is always the same
     needed_columns: tuple[str, ...] = ()
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
@@ -298,7 +298,7 @@ class EditReward(JudgedReward):
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        pairs = zip(scores[::2], scores[1::2], strict=True)  # of each source: consistency, following
+        pairs = zip(scores[::2], scores[1::2], strict=True)  # a pair for each source: consistency, following
         return sum(math.sqrt(consistency * following) for consistency, following in pairs) / (len(scores) // 2)
 
 

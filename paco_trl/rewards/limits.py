@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of missing rewards, beyond which a run stops: what is left would mislead."""
+"""Limits of missing rewards. Beyond them a run stops, since the rest would mislead."""
 
 import math
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def _describe_missing(rewards: Rewards, values: torch.Tensor) -> str:
 
 
 def _reasons(rewards: Rewards, names: Iterable[str]) -> str:
-    """Say why rewards gave no value, as far as they know it: the last reason, of this process."""
+    """Say why rewards gave no value, as far as they know it: the last reason in this process."""
     functions = dict(zip(rewards.names, rewards.functions, strict=True))
     reasons = [(name, getattr(functions[name], "missing_score_reason", None)) for name in names]
     return "".join(f"; {name}: {reason}" for name, reason in reasons if reason)

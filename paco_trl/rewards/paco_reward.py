@@ -118,7 +118,7 @@ class PaCoReward:
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
-        self.question: str | None = None  # of all pairs that it was trained on
+        self.question: str | None = None  # the one that it was trained on
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -200,7 +200,7 @@ class PaCoReward:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of a sample of the weights, which tells judges of the same name apart."""
+        """Return a digest of a sample of the weights. It tells judges of the same name apart."""
         return weights_fingerprint(self.model)
 
     @property
@@ -532,7 +532,7 @@ def decision_direction(
     head: torch.nn.Module, decision_ids: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
-    # One by one: a list of indices is copied to the device, which the host waits for
+    # One by one: a list of indices is copied to the device, and the host waits for the copy
     yes, no = (head.weight.detach()[token].float() for token in decision_ids)
     if head.bias is None:
         return yes - no, 0.0
@@ -565,7 +565,7 @@ def read_judge_config(model: str) -> PreTrainedConfig:
     """Return the config of a judge, or of the base model of an adapter; say so if it is none."""
     try:
         return AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
-    except (OSError, ValueError) as error:  # which may not name the model
+    except (OSError, ValueError) as error:  # its message may not name the model
         is_pipeline = os.path.isfile(os.path.join(model, "model_index.json"))
         hint = " It is an image pipeline: give a vision-language model." if is_pipeline else ""
         raise OSError(f"The reward model '{model}' cannot be read.{hint} {error}") from error
@@ -612,7 +612,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
         if different := sorted(weights.keys() ^ expected.keys()):
             raise ValueError(f"missing or unexpected weights {different}.")
-    except Exception as error:  # of many kinds: PEFT trusts a config
+    except Exception as error:  # PEFT trusts a config, so that any error can come
         raise ValueError(
             f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
             "If another version of transformers trained it, merge it with that version."

@@ -33,7 +33,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     """Run the language model once over each distinct beginning of rows; return what remains, with the cache."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     count = len(images[0])  # the six pairs of a 2x2 grid have three first images
-    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # of the images of each row in turn
+    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # images of each row in turn
     features = [features[start : start + count] for start in range(0, len(features), count)]
     positions, _ = model.model.get_rope_index(
         ids, inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"], attention_mask=mask

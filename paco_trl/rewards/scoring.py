@@ -54,7 +54,7 @@ class Scores:
         """Metrics that rewards logged, averaged over the calls of all processes."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for completion_numbers, count, entries in self.logged:
-            share = len(completion_numbers) / count  # of a call whose other completions were replaced
+            share = len(completion_numbers) / count  # the other completions of a call may have been replaced
             for name, value in ((name, value) for name, values in entries.items() for value in values):
                 sums[name] = [sums[name][0] + share * value, sums[name][1] + share]
         return {name: total / weight for name, (total, weight) in sorted(sums.items()) if weight}
@@ -75,8 +75,8 @@ class _Call:
     """A call of some rewards with some completions."""
 
     reward_indices: list[int]
-    numbers: list[int]  # of the completions
-    values: Future = field(init=False)  # of a list of values for each reward
+    numbers: list[int]  # numbers of its completions
+    values: Future = field(init=False)  # result: a list of values for each reward
     span: list[float] = field(default_factory=list)  # when it started and ended
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -191,7 +191,7 @@ class RoundScoring:
             del self._waiting[:IMAGES_PER_CALL]
 
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
-        """Start a call of some rewards on the thread or, of async ones, on the event loop."""
+        """Start a call of some rewards: on the thread, or on the event loop if they are async."""
         call, rows = _Call(indices, [completion_number for completion_number, _ in batch]), [row for _, row in batch]
         arguments: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         arguments |= {
@@ -222,7 +222,7 @@ class RoundScoring:
             torch.cuda.set_device(device)
             if scorer.stream is None:
                 scorer.stream = torch.cuda.Stream()
-            scorer.stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
+            scorer.stream.wait_stream(torch.cuda.default_stream())  # it moved the weights
             stream = torch.cuda.stream(scorer.stream)
         with stream:
             values = [self.rewards.call(index, **arguments) for index in call.reward_indices]
@@ -248,7 +248,7 @@ class RoundScoring:
             by_group[self.round.completions[completion_number].group].append((completion_number, arguments))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         group_numbers, groups = sorted(set(gather_object(list(by_group)))), []
-        # A group for each process at a time, which bounds the memory
+        # A group for each process at a time: this bounds the memory
         for first in range(0, len(group_numbers), processes):
             block = group_numbers[first : first + processes]
             added = dict(gather_object([completion for group in block for completion in by_group[group]]))

@@ -67,7 +67,7 @@ class Rewards:
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
         self._warned_of: set[str] = set()
-        # A call of a reward with a judge on a server returns a coroutine, which its type does not tell
+        # A call of a reward with a judge on a server returns a coroutine, and its type does not tell
         self.is_async = [
             getattr(function, "is_async", False) or is_async_callable(function) for function in self.functions
         ]
@@ -105,7 +105,7 @@ class Rewards:
             return _check_rewards(values, name, len(arguments["completions"]))
         except RewardError:
             raise
-        except (Exception, SystemExit) as error:  # which would end the event loop's thread alone
+        except (Exception, SystemExit) as error:  # raised as it is, it would end the event loop's thread alone
             raise named_error(name, error) from error
 
     # ---- Aggregation ----
@@ -175,7 +175,7 @@ def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
 
 
 def named_error(name: str, error: BaseException, caller: str = __file__) -> RewardError:
-    """Name the reward that has raised an error; of its frames are left those after the caller's and an import's."""
+    """Name the reward that has raised an error, and keep only the frames after the caller's and an import's."""
     step, before = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
     while step is not None and step.tb_frame.f_code.co_filename.startswith(before):
         step = step.tb_next
@@ -194,7 +194,7 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
     if len(rewards) != count:
         raise RewardError(f"The reward '{name}' returned {len(rewards)} values for {count} images, not one for each.")
     for index, reward in enumerate(rewards):
-        with suppress(TypeError, ValueError, OverflowError):  # of what is no number of float32
+        with suppress(TypeError, ValueError, OverflowError):  # it is no number of float32
             if reward is None or math.isfinite(reward) and abs(reward) <= torch.finfo(torch.float32).max:
                 continue
         raise RewardError(

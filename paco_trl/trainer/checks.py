@@ -183,7 +183,7 @@ def check_pairs(
         where = f"row {row} of `{name}`"
         for turn in [*prompt, *completion]:
             check_text(content_text(turn["content"]) or "", control_tokens, f"R{where[1:]}")
-        # Of the first row as the chat template writes it, which may add a token in front
+        # The first row is read as the chat template writes it: it may add a token in front
         text = content_text(completion[0]["content"]) or ""
         text = apply_template(prompt, completion, processor)["completion"] if row == 0 else text
         token = tokenizer.encode(text, add_special_tokens=False)[0]

@@ -19,7 +19,7 @@ from trl import GRPOConfig, SFTConfig
 Config = TypeVar("Config", bound=TrainingArguments)
 ConfigClass = TypeVar("ConfigClass", bound=type)
 
-# What GRPOConfig adds to TrainingArguments is for language models, except for these fields
+# Fields that GRPOConfig adds to TrainingArguments are for language models, except for these
 USED_GRPO_FIELDS = (
     "beta", "ds3_gather_for_generation", "epsilon", "epsilon_high", "generation_batch_size", "log_completions",
     "loss_type", "model_init_kwargs", "multi_objective_aggregation", "num_generations", "num_generations_eval",
@@ -66,7 +66,7 @@ def defaults_of(config: type) -> dict[str, Any]:
 
 
 def name_checkpointing(config: TrainingArguments) -> None:
-    """Set `activation_checkpointing`, to which transformers has renamed `gradient_checkpointing`, which TRL sets."""
+    """Set `activation_checkpointing` to `gradient_checkpointing`: transformers has renamed it, and TRL sets the old name."""
     if config.activation_checkpointing is None:
         config.activation_checkpointing = config.gradient_checkpointing
     if config.activation_checkpointing_kwargs is None:

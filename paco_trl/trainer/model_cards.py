@@ -174,7 +174,7 @@ def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
     images = {name: path for name, path in pictures.items() if name.startswith("images/")}
     path = next(iter(images.values()), Path())
     scores = path.parent.parent / f"{path.stem.partition('_')[2]}.jsonl"
-    if not images or not scores.is_file():  # which may have been deleted
+    if not images or not scores.is_file():  # they may have been deleted
         return {}
     with open(scores, encoding="utf-8") as file:
         prompts = [row["prompt"] for row in map(json.loads, file) if row["generation"] == 0]

@@ -245,7 +245,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether to plot the logged metrics to `output_dir/curves.png`. `curves.csv` is always written.
     """
 
-    loss_types = GRPO_LOSSES  # of this trainer
+    loss_types = GRPO_LOSSES  # that this trainer computes
     choices = CHOICES
 
     height: int = 1024
@@ -336,7 +336,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.steps_per_generation, self.generation_batch_size = plan.steps_per_generation, None  # TRL takes one
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
         super().__post_init__()
-        self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups, which `evaluate()` does not
+        self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups; `evaluate()` does not
         check_compiled_blocks(self)
         complete_config(self)
         check_optimizer(self)
@@ -381,7 +381,7 @@ class PaCoGRPOConfig(GRPOConfig):
         """Return the settings as trackers store them."""
         plain, kwargs = copy.copy(self), self.model_init_kwargs or {}
         if "quantization_config" in kwargs:
-            # transformers calls its `to_dict`, which a `PipelineQuantizationConfig` lacks
+            # transformers calls its `to_dict`, and a `PipelineQuantizationConfig` has none
             text = quantization_text(kwargs["quantization_config"])
             plain.model_init_kwargs = {**kwargs, "quantization_config": {"config": text}}
         return super(PaCoGRPOConfig, plain).to_dict()

@@ -29,7 +29,7 @@ TRAIN_SECONDS = "train_seconds"  # key of the log
 
 
 class PushesToHub(Trainer):
-    """Upload `published_files` alone: Trainer would also upload `training_args.bin`, which holds the token."""
+    """Upload `published_files` alone. Trainer would also upload `training_args.bin`, and with it the token."""
 
     pusher: Any = None  # a HubPusher on the main process, once the repository exists
     _base_model_source: str | None = None  # Hub id or directory
@@ -81,7 +81,7 @@ class PushesToHub(Trainer):
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a saved checkpoint in the background; of several that wait the newest, or each where that is asked for."""
+        """Upload a saved checkpoint in the background. If several wait, only the newest goes, or all if `hub_strategy` says so."""
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return

@@ -36,7 +36,7 @@ def refuse_address(path: str | None) -> None:
     """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
     if path is not None and "://" in path:
         raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
-    # Of paths, the parts have at most 255 characters, and few are so many
+    # Each part of a path has at most 255 characters, and most have far fewer
     if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
         raise ValueError(
             f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and name that, or "

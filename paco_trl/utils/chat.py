@@ -63,7 +63,7 @@ class ChatClient:
         self._key, self._key_remedy, self._unavailable = api_key or _NO_KEY, key_remedy, unavailable
         self._process = os.getpid()
         self._length_option = "max_completion_tokens" if host.endswith(_NEW_LENGTH_OPTION) else "max_tokens"
-        # What the environment has for OpenAI's own service (OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS) stays here
+        # Settings for OpenAI's own service (OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS) are not sent elsewhere
         headers: dict[str, Any] = dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit())
         headers["Authorization"] = f"Bearer {self._key}"
         self._openai = openai.AsyncOpenAI(

@@ -45,7 +45,7 @@ def complete_config(args: TrainingArguments) -> None:
     }
     sizes["train_batch_size"] = args.world_size * batch_size * args.gradient_accumulation_steps
     for name, size in sizes.items():
-        # `accelerate config` writes 1, which nobody may have chosen
+        # `accelerate config` writes 1, also where nobody chose it
         if (value := config.get(name, "auto")) not in ("auto", 1, size):
             logger.warning(f"The DeepSpeed configuration has `{name}` {value}; the run's, {size}, is used.")
         config[name] = "auto"

@@ -10,7 +10,7 @@ import yaml
 
 
 TRACEBACK = "PACO_TRL_TRACEBACK"
-# Of files, the network, memory or disk, and of what the user has typed
+# Errors of files, the network, memory or disk, and of options that the user typed
 _USER_ERRORS = (OSError, ArgumentError, yaml.YAMLError)
 _MACHINE_ERRORS = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
 

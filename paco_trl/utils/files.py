@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 
-# What a file name has only in an encoded form
+# Characters that a file name has only in an encoded form
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
-# Bytes of a file name, of which there can be 255: endings are added
+# Longest file name in bytes. The limit is 255, and endings are added
 _LONGEST_NAME = 200
 
 
@@ -26,13 +26,13 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}.part")
     try:
-        with open(temporary, "xb") as file:  # not `mkstemp`, which allows only the owner whatever the umask
+        with open(temporary, "xb") as file:  # not `mkstemp`: it lets only the owner read, whatever the umask
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
         with contextlib.suppress(FileNotFoundError):
-            shutil.copymode(path, temporary)  # of a file that is replaced
+            shutil.copymode(path, temporary)  # a file that is replaced keeps its permissions
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

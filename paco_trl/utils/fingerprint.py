@@ -25,11 +25,11 @@ from .files import digest
 from .names import is_local, public_name
 
 
-version = functools.cache(metadata.version)  # which parses a file each time
+version = functools.cache(metadata.version)  # uncached, it parses a file each time
 
 # Number of values per weight. Training changes nearly all of them
 _MAX_SAMPLED_VALUES = 1024
-# Bytes of a part of a file. Of an image, whose format compresses it, two tell; of weights, of which some may be changed, many
+# Bytes of a part of a file. Two parts tell compressed images apart; weights take many, since only some may have changed
 _PART_BYTES = 16 * 1024
 _PARTS_PER_FILE = 64
 
@@ -65,14 +65,14 @@ def component_fingerprint(component: Any) -> str:
     """Digest a component of a pipeline: weights, if it has any, and its configuration in diffusers, such as a scheduler's."""
     config = getattr(component, "config", None)
     items = config.items() if isinstance(config, dict) else ()
-    # What begins with "_" says where it comes from; how it is quantized is a setting of the run
+    # Names that begin with "_" say where it comes from. Its quantization is a setting of the run
     kept = {name: describe(value) for name, value in items if name[0] != "_" and name != "quantization_config"}
     weights = weights_fingerprint(component) if isinstance(component, nn.Module) else None
     return digest([weights, kept])[:16]
 
 
 def _sample(name: str, weight: Any) -> bytes:
-    is_torchao = hasattr(weight, "__tensor_flatten__")  # which cannot be flattened
+    is_torchao = hasattr(weight, "__tensor_flatten__")  # its values have no flat view
     flat = (weight.dequantize() if is_torchao else weight).detach().flatten()
     values = flat[:: max(1, flat.numel() // _MAX_SAMPLED_VALUES)].float().cpu().numpy()
     content = f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + values.tobytes()
@@ -141,7 +141,7 @@ def describe_code(scorer: Any) -> dict[str, Any]:
         description["source"] = source
     if inspect.isfunction(code):
         with_values = {name: argument.default for name, argument in inspect.signature(code).parameters.items()}
-        with suppress(ValueError):  # of a variable that is set later
+        with suppress(ValueError):  # a variable may be set later
             with_values |= inspect.getclosurevars(inspect.unwrap(code)).nonlocals
         if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
             description["variables"] = digest(describe(values))[:16]
@@ -171,7 +171,7 @@ def describe_code(scorer: Any) -> dict[str, Any]:
 
 
 def describe_scorer(scorer: Any) -> dict[str, Any]:
-    """Describe what stored scores depend on: without attributes of a user's object, which may count what it is asked."""
+    """Describe what stored scores depend on, without attributes of a user's object: they may count its calls."""
     return {name: value for name, value in describe_code(scorer).items() if name != "attributes"}
 
 
@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
 
 def _source(code: Any) -> str | None:
     """Digest the source of a function, or of the methods and the plain values of a class and those it is derived from."""
-    # Not of a class as a whole, which a notebook does not have, and of which there may be another with this name
+    # A notebook has no source of a class as a whole, and another class may have the same name
     classes = code.__mro__[:-1] if inspect.isclass(code) else ()
     members = [item for part in classes for item in vars(part).items()] or [("", code)]
     parts: list[Any] = []
@@ -213,7 +213,7 @@ def _source(code: Any) -> str | None:
 
 def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Digest each column of a dataset; files by their content at both ends, and not by their paths."""
-    # Not the fingerprint of `datasets`, which depends on how the dataset was made
+    # Not the fingerprint of `datasets`: it depends on how the dataset was made
     hashers = {name: hashlib.sha256() for name in dataset.column_names}
     for batch in dataset.with_format("arrow").iter(batch_size=100):  # selected rows, with their images, are copied
         for name, column in zip(batch.column_names, batch.columns, strict=True):
@@ -224,7 +224,7 @@ def _describe_dataset(dataset: Dataset) -> dict[str, Any]:
 
 
 def _file_contents(value: Any) -> Any:
-    """Return an Arrow value with files and bytes as digests, which copies none of them."""
+    """Return an Arrow value with digests in place of files and bytes. None of them is copied."""
     if not value.is_valid:
         return None
     if isinstance(value, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):

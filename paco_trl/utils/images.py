@@ -81,7 +81,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
 
     name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
     with reading(f"{where} ({shorten_path(name)})" if name else where):
-        # Not opened by the library, which would convert it differently
+        # Not opened by the library: it would convert it differently
         opened = to_rgb(open_image(image), "The image")
         check_sides(*opened.size, patch_size)
         message = {"role": "user", "content": [{"type": "image", "image": opened}]}
@@ -147,7 +147,7 @@ def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
 
 
 def check_text(text: str, control_tokens: list[str], where: str) -> None:
-    """Check that a text has no control token, which would be read as an image or as the end of the turn."""
+    """Check that a text has no control token. A model would read it as an image or as the end of the turn."""
     token = next((token for token in control_tokens if token in text), None)
     if token is not None:
         raise ValueError(f"{where} has {token!r}, which the model reads as a control token, not as text. Remove it.")

@@ -37,7 +37,7 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
         if refusal is None and state.num_processes > 1:
             mark = _leave_mark(path)
     refusal, name, first_host = gather_object([(refusal, mark and mark.name, host)])[0]
-    mark = name and path.with_name(name)  # of this process's own directory
+    mark = name and path.with_name(name)  # in this process's own view of the directory
     try:
         if mark is not None:
             strangers = gather_object([] if _is_seen(mark) else [host])

@@ -73,7 +73,7 @@ def public_text(text: str) -> str:
 
 
 def relative_name(name: str) -> str:
-    """Return a name that works in code on any machine, or here: of what is below the working directory, its path."""
+    """Return a name that works in code on any machine, or the path of what is below the working directory."""
     public = public_name(name)
     if "/" in public or not is_local(name):
         return public
@@ -92,7 +92,7 @@ def is_same_model(first: str, second: str) -> bool:
 
 
 def check_adapter_base(adapter: str, named: str | None, base: str | None) -> None:
-    """Refuse an adapter that was made for another model: of one architecture, it loads all the same."""
+    """Refuse an adapter that was made for another model. It would load where the architectures are the same."""
     if not named or not base or is_same_model(named, base):
         return
     raise ValueError(

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from .stopping import NOT_ON_WINDOWS
 
 
-# What an image set is, and how separate images are generated
+# Layouts of an image set, and ways to generate separate images
 SET_LAYOUTS = (None, "grid", "separate")
 PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
-PROTOCOLS = ("default", "published")  # of evaluations
+PROTOCOLS = ("default", "published")  # protocols of evaluations
 GRPO_LOSSES, NFT_LOSSES = ("grpo", "grpo_guard"), ("nft", "awm")
-# Fields of PaCoGRPOConfig for stochastic steps, which PaCoNFTConfig does not use
+# Fields of PaCoGRPOConfig for stochastic steps. PaCoNFTConfig does not use them
 UNUSED_FIELDS = (
     "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps",
     "ratio_tolerance",
@@ -388,7 +388,7 @@ def _out_of_range(args: SimpleNamespace, defaults: Mapping[str, Any], ranges: Ra
             value = getattr(args, name)
             try:
                 fits = is_good(value)
-            except (TypeError, ValueError):  # of another type, or None
+            except (TypeError, ValueError):  # a value of another type, or None
                 fits = False
             if not fits:  # NaN is not either
                 yield f"`{name}` is {value!r}; it must be {rule}."
@@ -407,7 +407,7 @@ def _common_errors(args: SimpleNamespace) -> Iterator[str]:
         yield f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'."
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         yield "The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3."
-    if isinstance(kwargs := args.model_init_kwargs or {}, str):  # of a command line
+    if isinstance(kwargs := args.model_init_kwargs or {}, str):  # typed on a command line
         yield from (
             f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
             for error in errors_of(json.loads, kwargs)

@@ -39,4 +39,4 @@ def to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Param
         setattr(layer, name, weight)
     for module in modules:
         module.to("cpu")
-    clear_device_cache()  # what they reserved
+    clear_device_cache()  # frees the memory that they had reserved

@@ -41,7 +41,7 @@ def wait_for_all() -> None:
 def _leave() -> None:
     """Let no process wait for one that has ended."""
     if (store := _store()) is not None:
-        # The first process, which has the store, may be gone, and torch would print a C++ stack as the last lines
+        # The first process has the store, and may be gone: torch would print a C++ stack as the last lines
         with contextlib.suppress(OSError, KeyError, RuntimeError):
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             socket.create_connection(address, timeout=1).close()

@@ -59,7 +59,7 @@ def describe_quantization(module: nn.Module) -> str | None:
     """Describe how the weights of a model are quantized; `None` if they are not."""
     if any(parameter.is_meta for parameter in module.parameters()):  # built from its config
         return (getattr(module, "config", {}).get("quantization_config") or {}).get("quant_method")
-    quantizer = getattr(module, "hf_quantizer", None)  # of diffusers and transformers
+    quantizer = getattr(module, "hf_quantizer", None)  # diffusers and transformers set it
     if quantizer is not None:
         config = quantizer.quantization_config
         is_bnb = hasattr(config, "quantization_method")

@@ -97,7 +97,7 @@ def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
 
 
 def without_nan(value: Any) -> Any:
-    """Copy a value with `None` for NaN, which JSON does not have, and lists for tuples."""
+    """Copy a value with `None` for NaN and lists for tuples, as JSON has them."""
     if isinstance(value, dict):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

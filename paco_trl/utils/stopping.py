@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 # "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
-EXIT_CODE = 75  # `os.EX_TEMPFAIL`, which Windows lacks
+EXIT_CODE = 75  # `os.EX_TEMPFAIL`; Windows lacks the name
 SIGNALS = ("SIGTERM", "SIGUSR1")
 NOT_ON_WINDOWS = "paco_trl runs on Linux only. On Windows, use it in WSL 2."
 # Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one

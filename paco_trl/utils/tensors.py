@@ -16,7 +16,7 @@ def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Te
 
 
 def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "torch.device") -> dict[str, Any]:
-    """Compute on the CPU, from patch grids there, what a tower of the Qwen-VL families reads back from the device."""
+    """Compute on the CPU, from patch grids there, arguments that a Qwen-VL vision tower would read back from the device."""
     from transformers.utils.generic import is_flash_attention_requested
     from transformers.vision_utils import (
         get_vision_attention_seqlens,

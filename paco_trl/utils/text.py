@@ -111,7 +111,7 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List what differs between two descriptions, a line each: of the entries of `now`, and of all within them."""
+    """List the differences between two descriptions, a line each: the entries of `now`, and all within them."""
     return [f"{name}: {shorten(before)}, now {shorten(value)}" for name, before, value in changes(saved, now)]
 
 

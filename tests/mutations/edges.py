@@ -94,8 +94,8 @@ REWARDS = [
         ("math.sqrt(consistency * following)", "(consistency + following) / 2"),
         ("for consistency, following in pairs) / (len(scores) // 2)", "for consistency, following in pairs)"),
         (
-            "pairs = zip(scores[::2], scores[1::2], strict=True)  # of",
-            "pairs = zip(scores[: len(scores) // 2], scores[len(scores) // 2 :], strict=True)  # of",
+            "pairs = zip(scores[::2], scores[1::2], strict=True)  # a pair",
+            "pairs = zip(scores[: len(scores) // 2], scores[len(scores) // 2 :], strict=True)  # a pair",
         ),
         (
             "WeightedQuestion((source, edited), question(prompt))",
