@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
+from ..rewards.errors import named_error
 from ..utils.names import check_adapter_name, check_dataset_name, check_model_name
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option
@@ -316,8 +317,6 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     try:
         return reward() if isinstance(reward, type) else reward
     except (Exception, SystemExit) as error:
-        from ..rewards.weighting import named_error
-
         raise named_error(name, error, __file__) from error
 
 
@@ -335,8 +334,6 @@ def _find_reward(path: str) -> Callable:
             not is_file and isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")
         )
         if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
-            from ..rewards.weighting import named_error
-
             raise named_error(path, error, __file__) from error
         raise ValueError(
             f"There is no {f'file {where!r}' if is_file else f'reward {path!r}'}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "

@@ -6,7 +6,6 @@ Failures never become numbers: what a reward returns as `None` is NaN in the tab
 an exception stops the run with the reward's name.
 """
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -24,13 +23,10 @@ from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
 from .checks import RewardFunction, check_reward_functions, parameters_of
+from .errors import RewardError, named_error
 
 
 logger = get_logger(__name__)
-
-
-class RewardError(RuntimeError):
-    """A reward raised, did not return a list of numbers, or has a judge that is down. It stops a run."""
 
 
 class Rewards:
@@ -94,7 +90,7 @@ class Rewards:
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
-            raise named_error(name, error) from error
+            raise named_error(name, error, __file__) from error
 
     async def _call_async(self, index: int, arguments: dict) -> list[float | None]:
         name = self.names[index]
@@ -106,7 +102,7 @@ class Rewards:
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # raised as it is, it would end the event loop's thread alone
-            raise named_error(name, error) from error
+            raise named_error(name, error, __file__) from error
 
     # ---- Aggregation ----
 
@@ -172,17 +168,6 @@ def _copied(value: Any, images: dict[int, Image.Image]) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry, images) for key, entry in value.items()}
     return value
-
-
-def named_error(name: str, error: BaseException, caller: str = __file__) -> RewardError:
-    """Name the reward that has raised an error, and keep only the frames after the caller's and an import's."""
-    step, before = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(before):
-        step = step.tb_next
-    error.__traceback__ = step
-    where = "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
-    message = str(error).rstrip(".")
-    return RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}{where}.")
 
 
 def _check_rewards(rewards, name: str, count: int) -> list[float | None]:

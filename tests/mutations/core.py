@@ -277,7 +277,7 @@ MUTANTS = [
     (R + "weighting.py", "return images[id(value)] if id(value) in images else images.setdefault(id(value), value.copy())", "return value.copy()", CALLS + " -k Own"),
     (R + "weighting.py", "required = None if num_generations is None else self.required", "required = None", CALLS + " -k the_sum"),
     (R + "weighting.py", '"sum_then_normalize", num_generations=num_generations, required=required', '"sum_then_normalize", num_generations=len(rewards), required=self.required', CALLS + " -k the_sum"),
-    (R + "weighting.py", "    error.__traceback__ = step\n", "", CALLS + " -k traceback"),
+    (R + "errors.py", "    error.__traceback__ = step\n", "", CALLS + " -k traceback"),
     (T + "round_trainer.py", "from error.__cause__  #", "from error  #", CALLS + " -k traceback"),
     (R + "weighting.py", "mean / first if", "first / mean if", CALLS),
     (R + "weighting.py", "and abs(reward) <= torch.finfo(torch.float32).max:", "or math.isnan(reward):", CALLS),
