@@ -25,7 +25,7 @@ from launching import CPU_DDP, CPU_ZERO3, _accelerate_environments
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.hub.cards import _TEMPLATES
 from paco_trl.rewards import redness_reward
-from paco_trl.rewards.scoring import Scoring
+from paco_trl.rewards.scoring import RoundScoring
 from testing_utils import LORA, SMALL_RUN, square_prompts
 
 
@@ -142,7 +142,7 @@ class _AtSignal:
     def __init__(self, trainer, step, call, count=2, number=signal.SIGTERM, waits=(), rank=None):
         self.trainer, self.step, self.number, self.waits, self.left = trainer, step, number, waits, count
         *owner, name = call.split(".")
-        owner = Scoring if owner == ["scoring"] else functools.reduce(getattr, owner, trainer)
+        owner = RoundScoring if owner == ["scoring"] else functools.reduce(getattr, owner, trainer)
         self.call = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: self(*args, **kwargs))
 

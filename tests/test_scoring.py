@@ -17,7 +17,7 @@ from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
 from paco_trl.rewards.limits import check_failures
-from paco_trl.rewards.scoring import Scoring, offloadable_models
+from paco_trl.rewards.scoring import RoundScoring, offloadable_models
 from paco_trl.rewards.weighting import RewardError, Rewards
 from testing_utils import are_equal, entries_of, jsonl, logs_with, wait_until, weights_of
 
@@ -92,8 +92,8 @@ class TestBesideTheDrawing:
         trainer = make_trainer(reward_funcs=reward, **TWO_CALLS)
         # The fifth micro-batch waits until the reward is at work on the first four, and the reward for the sixth
         watch_drawing(trainer, lambda number: number != 4 or wait_until(lambda: "(" in events), events)
-        finish = Scoring.finish
-        monkeypatch.setattr(Scoring, "finish", lambda self: (events.append("F"), finish(self))[1])
+        finish = RoundScoring.finish
+        monkeypatch.setattr(RoundScoring, "finish", lambda self: (events.append("F"), finish(self))[1])
         trainer.train()
         order = "".join(events)
         assert order.startswith("DDDD(DD") and order.count("D") == 8  # as soon as 16 images are there
