@@ -71,8 +71,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
             _interval(evaluation["decision_accuracy"], evaluation["pairs"]) for evaluation in card.evaluations.values()
         ]
     else:
-        shown["prompt"], shown["layout"], shown["call"] = _example(card)
-        shown["is_set"] = isinstance(card.prompt, list)
+        shown |= {"code": _code, **_example(card)}
     rendered = ModelCard(template.render(shown, card_data=metadata(card).to_yaml()))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
     return rendered
@@ -157,8 +156,8 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     )
 
 
-def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
-    """Return what the snippets generate: the prompt as code, its layout, and the code that calls the pipeline."""
+def _example(card: ImageModelCard) -> dict[str, Any]:
+    """Return what the snippets generate: prompts in lines of code, their layout, and arguments of the pipeline's call."""
     prompt, layout, arguments = card.prompt, card.layout, card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
@@ -167,26 +166,15 @@ def _example(card: ImageModelCard) -> tuple[str, list[int], str]:
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
         height, width = card.settings.get("inference_size") or (row["height"], row["width"])
         arguments = {"height": height, "width": width, **arguments}
-    call_arguments = ["image=source"] if card.trained_on == "edits" else []
-    call_arguments.append("prompt=prompt")
-    for name, value in arguments.items():
-        call_arguments.append(f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}")
-    texts = prompt if isinstance(prompt, list) else [prompt]
-    if texts is prompt and card.settings.get("panel_generation") == "shared_noise":
-        call_arguments.append("generator=torch.Generator().manual_seed(0)")
-    elif texts is prompt and card.settings.get("panel_generation") == "anchored":
-        call_arguments.append("image=images[0] if images else None")
     # Joined, the lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
-    prompts = ["\n    ".join(json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)) for text in texts]
-    start, end = ("images +=", ".images") if texts is prompt else ("image =", ".images[0]")
-    call = f"{start} pipe({', '.join(call_arguments)}){end}"
-    if len(call) >= 100:
-        call = f"{start} pipe(\n    {', '.join(call_arguments)}\n){end}"
-    if texts is prompt:
-        call = "images = []\nfor prompt in prompts:\n" + textwrap.indent(call, "    ")
-        return "[\n    " + ",\n    ".join(prompts) + ",\n]", layout, call
-    return f"(\n    {prompts[0]}\n)" if "\n" in prompts[0] else prompts[0], layout, call
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    prompts = [[json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)] for text in texts]
+    return {"is_set": isinstance(prompt, list), "prompts": prompts, "layout": layout, "call": arguments}
+
+
+def _code(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:

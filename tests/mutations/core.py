@@ -340,7 +340,7 @@ MUTANTS = [
     (T + "model_cards.py", "SEPARATE if is_separate else args.set_layout", "args.set_layout", SETS + "::TestCard"),
     (T + "model_cards.py", "set(rows.image_layouts) == {(1, 1)}", "True", SETS + "::TestCard"),
     (T + "round_trainer.py", "(has_separate and name", "(False and name", SETS + "::TestCard"),
-    ("paco_trl/hub/cards.py", "image=images[0] if images else None", "image=None", SETS + "::TestCard"),
+    ("paco_trl/templates/paco_grpo_model_card.md.jinja", "image=images[0] if images else None", "image=None", SETS + "::TestCard"),
     (T + "round_schedule.py", "-self.lengths[dealt]", "0 * self.lengths[dealt]", SETS + "::TestRounds"),
     (P + "rounds.py", "{sample.completion.group for", "{sample.completion.number for", SETS + "::test_other_sets_take_the_place_of_dull_ones"),
     (P + "rounds.py", "noise_key = (*self.key, sample.prompt_number, sample.generation)", "noise_key = (*self.key, sample.panel, sample.generation)", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
