@@ -4,7 +4,9 @@
 import inspect
 import logging
 import shutil
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,6 +155,23 @@ class TestGrids:
         # One prompt and one noise are one image; a batch may round differently
         assert all(abs(np.asarray(image).astype(int) - expected).max() <= 2 for image in (own[0], *shared))
         assert abs(np.asarray(own[1]).astype(int) - expected).max() > 20
+
+    @pytest.mark.parametrize("model", ["qwen_image", "stable_diffusion_3", "z_image"])
+    def test_prompts_are_encoded_ahead_where_models_take_turns(self, folder_of, model, tmp_path):
+        """As on a device: their images are the same, and text encoders compute before the transformer does."""
+        pipeline = load_for_inference(folder_of(model), dtype=torch.float32, device="cpu")[0]
+        order: list[str] = []
+        for name in ("text_encoder", "transformer"):
+            getattr(pipeline, name).register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        prompts, how = make_prompts([(32, 32)] * 3), {"seeds": [0], "negative_prompt": "blurry"}
+        draw(pipeline, prompts, tmp_path / "each", **how)
+        assert len([*groupby(order)]) == 6
+        order.clear()
+        pipeline.turns = SimpleNamespace(device=torch.device("cpu"))
+        draw(pipeline, prompts, tmp_path / "ahead", **how)
+        assert files(tmp_path / "ahead") == files(tmp_path / "each")
+        # The negative prompt of a call of its own comes with the first image, and is kept
+        assert len([*groupby(order)]) == 2
 
     @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
     def test_the_first_image_of_a_set_is_the_source_of_the_others(self, folder_of, model, flux, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make image files with a pipeline: existing ones stay, the rest is divided among the processes."""
 
+import copy
 import inspect
 import logging
 from collections import Counter, defaultdict
@@ -116,7 +117,8 @@ def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]])
                 cache.clear()
             for text in new:
                 if key(text) not in cache:
-                    cache[key(text)] = send_to_device(encode(**arguments | {"prompt": text}), "cpu")
+                    given = copy.deepcopy(arguments | {"prompt": text})  # Z-Image writes its template into the lists
+                    cache[key(text)] = send_to_device(encode(**given), "cpu")
         return send_to_device((ahead | negatives)[key(prompt)], turns.device)
 
     pipeline.encode_prompt = encode_ahead
