@@ -162,7 +162,7 @@ class GridsArguments(PipelineArguments, BuildArguments):
     """Grids: each prompt generated with several seeds."""
 
     seeds: list[int] = option([0, 1, 2, 3], "Seeds for each prompt (paper: four).")
-    batch_size: int = option(4, "Images per pipeline call. With the number of seeds, each prompt is encoded once.")
+    batch_size: int = option(1, "Images per pipeline call: more are faster, and take more memory.")
 
 
 @dataclass

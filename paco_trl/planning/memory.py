@@ -631,19 +631,18 @@ class ImageRun:
         num_tokens = judge_tokens(math.prod(self.sizes[1]))
         scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
 
-        def images(count: int) -> dict[str, int]:
-            step = affine(self.step, count, is_full, plan.quantization)
-            return {**network, "activations": max(step, affine(self.decoding, count, is_full, plan.vae_tiling))}
+        activations = max(self.step(1, is_full, plan.quantization), self.decoding(1, is_full, plan.vae_tiling))
+        images = {**network, "activations": activations}  # one by one
 
         def scoring(size: int) -> dict[str, int]:
             return {"rewards": size, "activations of the judge": scored}
 
         host = {"libraries": _LIBRARIES, **encoding, "transformer": network["frozen weights"] + trained}
         turns = {
-            "evaluate prompts": [encoding, images(1), scoring(sum(weights) + self.clip_bytes)],
-            "evaluate images": [encoding, images(1)],
-            "build grids": [encoding, images(4)],  # by default
-            "space": [encoding, images(1), scoring(max(weights, default=0))],
+            "evaluate prompts": [encoding, images, scoring(sum(weights) + self.clip_bytes)],
+            "evaluate images": [encoding, images],
+            "build grids": [encoding, images],
+            "space": [encoding, images, scoring(max((weights_bytes(judge.network) for judge in judges), default=0))],
         }
         return [
             Phase(name, max(of_name, key=lambda turn: sum(turn.values())), host) for name, of_name in turns.items()
