@@ -101,6 +101,7 @@ def test_by_a_name_on_the_hub(run, tiny_flux, tmp_path):
         config["base_model_name_or_path"] = "makers/base"
         (plain / "adapter_config.json").write_text(json.dumps(config))
         hub.add_repo("user/plain", files_in(plain))
+        hub.add_repo("user/steps", {f"checkpoint-200/{file}": data for file, data in files_in(plain).items()})
         own = json.loads((run / "adapter_config.json").read_text())
         (run / "adapter_config.json").write_text(json.dumps(own | {"base_model_name_or_path": "/elsewhere/base"}))
         card = load_settings(run)
@@ -114,6 +115,7 @@ def test_by_a_name_on_the_hub(run, tiny_flux, tmp_path):
         hub.add_repo("user/lora", files_in(tmp_path / "lora"))
         for name, revision, quantization, of_base in (
             ("user/plain", None, None, None),
+            ("user/steps/checkpoint-200/adapter_model.safetensors", "main", None, None),
             ("user/run", "next", "int8", first),
             ("user/lora", None, None, None),
         ):
@@ -126,6 +128,20 @@ def test_by_a_name_on_the_hub(run, tiny_flux, tmp_path):
         pipe, _ = load_for_inference("user/run", revision="next")
         assert np.array_equal(draw(pipe), draw(load_for_inference(run, str(tmp_path / "base"))[0]))
         assert load_for_inference("makers/base", dtype="float32")[1] == {}
+
+
+@pytest.mark.parametrize("name", ["", "adapter_model.safetensors", "checkpoint-2/adapter_model.safetensors"])
+def test_a_base_that_the_run_named_by_a_relative_path(name, tiny_flux, tmp_path):
+    """Found from where the run was started, although it could be a Hub id."""
+    run, base = tmp_path / "project" / "runs" / "a", tmp_path / "project" / "models" / "flux"
+    plain = make_adapter(run / Path(name).parent, str(tiny_flux), 0)
+    config = json.loads((plain / "adapter_config.json").read_text()) | {"base_model_name_or_path": "models/flux"}
+    (plain / "adapter_config.json").write_text(json.dumps(config))
+    (run.parent / "models" / "flux").mkdir(parents=True)  # no pipeline
+    base.parent.mkdir()
+    base.symlink_to(tiny_flux)
+    trained = read_trained(run / name)
+    assert (trained.model, bool(trained.adapter)) == (str(base), True)
 
 
 def test_a_lora_of_another_kind_of_pipeline(tiny_flux, tmp_path):

@@ -285,11 +285,12 @@ def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> st
         metadata = (metadata_load(readme) or {}).get("base_model")
         named = metadata if isinstance(metadata, list) else [metadata]
     known = [str(base) for base in named if base]
-    # A relative path is one from where the run was started, such as beside its output directory
-    starts = Path(name).absolute().parents[:2] if os.path.exists(name) else ()
-    for base in [*known, *(os.path.join(start, base) for start in starts for base in known)]:
-        if os.path.isdir(base) or not is_local(base) and "/" in base:
-            return base
+    # A relative path is one from where the run was started, some folders above its adapter; it may read like a Hub id
+    starts = Path(name).absolute().parents[:4] if os.path.exists(name) else ()
+    paths = [*known, *(os.path.join(start, base) for start in starts for base in known)]
+    here = [path for path in paths if os.path.isfile(os.path.join(path, "model_index.json"))]
+    if found := [*here, *(base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base)]:
+        return found[0]
     reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
     raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")
 
@@ -314,8 +315,11 @@ def _download(name: str, revision: str) -> str:
     folder, file = split_adapter(name)
     if is_local(folder):
         raise ValueError(f"`revision` is {revision!r}, but '{name}' is on this machine. Leave it out.")
-    patterns = {"allow_patterns": ["*.json", "*.safetensors", "README.md"], "ignore_patterns": ["*checkpoint*/*"]}
-    return os.path.join(snapshot_download(folder, revision=revision, **patterns), file or "").rstrip(os.sep)
+    patterns, inside = ["*.json", "*.safetensors", "README.md"], os.path.dirname(file or "")
+    selected = {"allow_patterns": [os.path.join(inside, pattern) for pattern in patterns]}
+    if not inside:
+        selected["ignore_patterns"] = ["*checkpoint*/*"]
+    return os.path.join(snapshot_download(folder, revision=revision, **selected), file or "").rstrip(os.sep)
 
 
 class Turns:
