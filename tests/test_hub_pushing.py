@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hub_server import READ_TOKEN, TOKEN, WRONG_TOKEN, HubServer
 from paco_trl.hub import account, pushing
@@ -105,6 +106,32 @@ def titles(hub: HubServer) -> list[str]:
 @pytest.fixture
 def repository(hub):
     hub.add_repo("tester/adapter", {".gitattributes": b""})
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_outage"),
+    [
+        (LocalEntryNotFoundError("no connection"), True),
+        (TimeoutError("of Xet"), True),
+        (BrokenPipeError("closed"), True),
+        (account.HTTPError("no route"), True),
+        (FileNotFoundError("a staged file"), False),
+        (PermissionError("a staged file"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("an empty file"), False),
+        (None, False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_wrapped", [True, False])  # as LFS does
+def test_what_is_an_outage(cause, is_outage, is_wrapped):
+    error = RuntimeError("Error while uploading 'x'") if is_wrapped or cause is None else cause
+    with (
+        pytest.raises(ConnectionError if is_outage else type(error)) as raised,
+        account.hub_outages(HfApi(), "Later."),
+    ):
+        raise error from (cause if is_wrapped else None)
+    assert ("Later." in str(raised.value)) is is_outage and (is_outage or raised.value is error)
 
 
 @pytest.mark.usefixtures("repository")

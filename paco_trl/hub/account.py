@@ -23,6 +23,7 @@ from .files import SETTINGS, is_one_of
 
 # The common class of the Hub's errors and of connection errors; its name depends on the version of huggingface_hub
 HTTPError = HfHubHTTPError.__bases__[0]
+_OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises Python's
 
 # Files of a repository in which nothing was published yet
 _UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
@@ -42,12 +43,13 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
         session.timeout = _TIMEOUT
     try:
         yield
-    except (HTTPError, ConnectionError, LocalEntryNotFoundError, RuntimeError) as error:
+    except (*_OUTAGES, RuntimeError) as error:
         cause: BaseException = error
         while type(cause) is RuntimeError and cause.__cause__ is not None:  # an upload to LFS wraps its error
             cause = cause.__cause__
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 503
-        if isinstance(cause, OfflineModeIsEnabled) or (status < 500 and status not in (408, 409, 412, 425, 429)):
+        is_local = isinstance(cause, OfflineModeIsEnabled) or not isinstance(cause, _OUTAGES)  # such as a missing file
+        if is_local or (status < 500 and status not in (408, 409, 412, 425, 429)):
             raise
         raise ConnectionError(
             f"{api.endpoint} cannot be reached ({type(cause).__name__}: {' '.join(str(cause).split())}). {remedy}"
