@@ -197,6 +197,16 @@ class TestMetrics:
         assert interval != pytest.approx(bootstrap_interval(after - before), abs=5e-7)
         assert interval != close(bootstrap_interval(after - np.roll(before, 2), groups))
 
+    def test_a_reward_that_compares_gets_groups_to_compare(self, make):
+        def above_others(prompts, completions, num_generations, **kwargs):
+            values = redness_reward(prompts, completions)
+            return [sum(value > other for other in values) / (num_generations - 1) for value in values]
+
+        with pytest.raises(ValueError, match="'above_others' compares .* `num_generations_eval` is 1"):
+            make(model="nowhere", eval_reward_funcs=[redness_reward, above_others])
+        metrics = make(eval_reward_funcs=above_others, num_generations_eval=2).evaluate()
+        assert metrics["eval_rewards/above_others/mean"] == 0.5
+
     def test_an_optional_reward_may_be_missing_for_all(self, make):
         def none(prompts, completions, **kwargs):
             return [None] * len(completions)

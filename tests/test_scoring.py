@@ -373,7 +373,9 @@ class TestMemory:
             return [0.0] * len(completions)
 
         waits.model = own.model  # scores while others are generated
-        assert offloadable_models([elsewhere, waits, redness_reward], cpu) == []
+        served = WithModel()
+        served.is_async = True
+        assert offloadable_models([elsewhere, waits, served, redness_reward], cpu) == []
         assert {weight.device.type for weight in elsewhere.model.parameters()} == {"meta"}
         make_trainer(reward_funcs=[own, redness_reward], offload_rewards=True)
         assert "offload_rewards" not in caplog.text

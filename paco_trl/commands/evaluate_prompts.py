@@ -98,6 +98,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         rows.measure(pipeline, family_of(pipeline))
     check_judged(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
+    rewards.check_group_size(args.num_generations, "num_generations")
     check_columns(rewards.functions, rows.dataset, "the dataset")
 
     accelerator = Accelerator(

@@ -9,7 +9,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 from torch import nn
-from trl.trainer.utils import get_callable_name
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.image_sets import SEPARATE
 
@@ -44,7 +44,8 @@ class RewardFunction(Protocol):
         missing_score_reason (`str` or `None`):
             Why the last `None` was returned, for messages.
         fingerprint (`Any`):
-            What else its values depend on: a run that is resumed notices a change.
+            What else its values depend on: a run that is resumed notices a change, as it does of attributes with plain
+            values.
 
     A parameter named `num_generations`, as in TRL an argument of each call, says that it compares the images of a prompt:
     it gets all of them in one call.
@@ -53,6 +54,11 @@ class RewardFunction(Protocol):
     def __call__(self, prompts: list[str], completions: list[Image.Image], **columns: Any) -> Any:
         """Return a list of one `float` per completion, or `None` where it has none, or a coroutine of that list."""
         ...
+
+
+def is_async_reward(function: RewardFunction) -> bool:
+    """Tell whether a call returns a coroutine, also of an object that says so (a judge on a server)."""
+    return getattr(function, "is_async", False) or is_async_callable(function)
 
 
 def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:

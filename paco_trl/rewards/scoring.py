@@ -16,13 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerState
-from trl.trainer.utils import is_async_callable, start_event_loop_in_daemon
+from trl.trainer.utils import start_event_loop_in_daemon
 
 from ..data import split_grid
 from ..rollout.rounds import Completion, Round
 from ..utils.background import CallExecutor, abandon_at_exit
 from ..utils.placement import placed_on
 from ..utils.stopping import Stopped, agree
+from .checks import is_async_reward
 from .weighting import RewardError, Rewards
 
 
@@ -307,7 +308,7 @@ class RoundScoring:
 
 def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> list[nn.Module]:
     """Move models to the CPU, except from devices other than `device`: `model` of a sync reward or its `judge`."""
-    owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_callable(reward)]
+    owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_reward(reward)]
     loaded = [model for owner in owners if isinstance(model := getattr(owner, "model", None), nn.Module)]
     movable = {torch.device("cpu"), torch.empty(0, device=device).device}  # `cuda` is one of several
     models = [model for model in loaded if {weight.device for weight in model.parameters()} <= movable]

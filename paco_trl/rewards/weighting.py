@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from PIL import Image
-from trl.trainer.utils import is_async_callable
 
 from ..utils.fingerprint import describe_code
 from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
-from .checks import RewardFunction, check_reward_functions, parameters_of
+from .checks import RewardFunction, check_reward_functions, is_async_reward, parameters_of
 from .errors import RewardError, named_error
 
 
@@ -63,13 +62,19 @@ class Rewards:
         # An image that lacks one of these is not scored
         self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
         self._warned_of: set[str] = set()
-        # A call of a reward with a judge on a server returns a coroutine, and its type does not tell
-        self.is_async = [
-            getattr(function, "is_async", False) or is_async_callable(function) for function in self.functions
-        ]
+        self.is_async = [is_async_reward(function) for function in self.functions]
         self.compares_group = [
             any(p.name == "num_generations" for p in parameters_of(function)) for function in self.functions
         ]
+
+    def check_group_size(self, num_generations: int, option: str) -> None:
+        """Refuse groups of one image for rewards that compare the images of a prompt."""
+        compared = [name for name, is_compared in zip(self.names, self.compares_group, strict=True) if is_compared]
+        if compared and num_generations < 2:
+            raise ValueError(
+                f"The reward '{compared[0]}' compares the images of a prompt (`num_generations` among its parameters), but "
+                f"`{option}` is {num_generations}. Set it to at least 2, or leave the reward out."
+            )
 
     @cached_property
     def descriptions(self) -> dict[str, dict[str, Any]]:

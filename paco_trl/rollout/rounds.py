@@ -212,7 +212,7 @@ class Round:
         for sample in batch.samples:
             if sample.completion is not None and sample.image is not None:
                 finished += self._add(sample.completion, {sample.panel: sample.image})
-                sample.image = None
+            sample.image = None
         return finished
 
     def _add(self, completion: Completion, panels: dict[int, Image.Image]) -> list[Completion]:
