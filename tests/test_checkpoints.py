@@ -4,18 +4,24 @@
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from filelock import FileLock
 
+from paco_trl.checkpointing import checkpoints
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
+    CheckpointError,
     check_output_dir,
     check_rerun,
     check_resumed_run,
     check_same_run,
+    checkpoints_of,
+    clear_staging,
     delete_run,
     drop_old_checkpoints,
     find_checkpoint,
@@ -23,6 +29,7 @@ from paco_trl.checkpointing.checkpoints import (
     load_round,
     publish,
     round_file,
+    write_checkpoint,
 )
 from paco_trl.checkpointing.weights import load_weights
 
@@ -51,6 +58,40 @@ def test_all_is_on_the_disk_before_it_is_visible(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, lambda *args, f=function, name=name: (events.append(name), f(*args)))
     make(tmp_path, 1)
     assert events == ["fsync"] * 3 + ["replace", "fsync"]  # two files and their directory, then the parent
+
+
+@pytest.mark.parametrize("is_staged_whole", [True, False])
+@pytest.mark.parametrize("read", [checkpoints_of, clear_staging, lambda folder: find_checkpoint(folder, "auto")])
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatch, read, is_staged_whole):
+    checkpoint, rename = make(tmp_path, 2), os.replace
+    (checkpoint / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            os, "replace", lambda old, new: rename(old, new) if old == checkpoint else signal.raise_signal(2)
+        )
+        make(tmp_path, 2, "new")
+    assert not checkpoint.exists()
+    if not is_staged_whole:
+        (tmp_path / ".saving" / "checkpoint-2" / "weights").unlink()
+    lock = FileLock(tmp_path / ".lock")
+    if read is checkpoints_of:  # a run that writes there is between the two
+        monkeypatch.setattr(checkpoints, "_PATIENCE", 0)
+        with lock:
+            assert checkpoints_of(tmp_path) == [] and not checkpoint.exists()
+    read(tmp_path)
+    assert find_checkpoint(tmp_path, True) == checkpoint and (checkpoint / "new").exists() is is_staged_whole
+    assert (checkpoint / "notes.txt").read_text() == "mine"
+    clear_staging(tmp_path)
+    assert not (tmp_path / ".saving").exists() and find_checkpoint(tmp_path, True) == checkpoint
+
+
+def test_an_error_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatch):
+    checkpoint, rename = make(tmp_path, 2), os.replace
+    renames = [rename, lambda *_: os.stat(tmp_path / "gone"), rename]
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="gone"):
+        patch.setattr(os, "replace", lambda *paths: renames.pop(0)(*paths))
+        write_checkpoint(tmp_path, 2, Accelerator(cpu=True), True, RUN, lambda folder: (folder / "weights").touch())
+    assert not renames and not incomplete_files(checkpoint) and not (tmp_path / ".saving").exists()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no list"])

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
 from ..hub.settings import load_settings
 from ..utils.files import open_weights, read_record, write_atomically
+from ..utils.locks import take_lock
 from ..utils.text import differences
 
 
@@ -28,12 +31,14 @@ EMA_WEIGHTS = "ema.safetensors"
 STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
 # A checkpoint is written in here and then renamed, so that a `checkpoint-N` is complete from the moment it exists
 STAGING = ".saving"
+_PATIENCE = 5.0  # seconds, with other processes that restore a checkpoint
 
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """Delete the staging folders of a run that was killed while it saved."""
+    """Delete the staging folders of a run that was killed while it saved. Only the run that writes there may call it."""
+    _restore_replaced(Path(output_dir))
     folder = Path(output_dir) / STAGING
     if folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
@@ -60,6 +65,18 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
     shutil.rmtree(staged.parent, ignore_errors=True)  # the checkpoint is complete
     _sync(Path(output_dir))  # older checkpoints may be deleted next
     return target
+
+
+def _replaced(folder: Path) -> dict[Path, Path]:
+    """Find checkpoints that a kill between the two renames of `publish` has left in the staging folder alone."""
+    replaced = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
+    return {checkpoint: path for checkpoint, path in replaced.items() if not checkpoint.exists()}
+
+
+def _restore_replaced(folder: Path) -> None:
+    for checkpoint, replaced in _replaced(folder).items():
+        staged = replaced.with_name(checkpoint.name)
+        os.replace(replaced if incomplete_files(staged) else staged, checkpoint)
 
 
 def _sync(*paths: Path) -> None:
@@ -102,6 +119,11 @@ def _delete_checkpoint(checkpoint: Path) -> None:
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
     """List the checkpoints in an output directory, latest first; complete or not."""
     folder = Path(output_dir)
+    lock = FileLock(folder / ".lock")  # a run that has it is between the two renames
+    if _replaced(folder) and take_lock(lock, "checkpoints", folder, _PATIENCE) is None:
+        with suppress(OSError):  # read only, or restored by another process
+            _restore_replaced(folder)
+        lock.release()
     paths = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
     return sorted((path for path in paths if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
 
@@ -257,6 +279,8 @@ def write_checkpoint(
         failures = gather_object([f"process {accelerator.process_index}: {failure!r}"] if failure else [])
         if failures:
             if should_save:
+                with suppress(OSError):
+                    _restore_replaced(Path(output_dir))
                 shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Make "
