@@ -149,7 +149,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         samples = [sample for batch in trainer.round.micro_batches for sample in batch.samples]
         places = torch.tensor([sample.completion.number for sample in samples]).argsort()
         entries = entries_of(trainer.round)
-        assert not any(batch.steps for batch in trainer.round.mine)  # of copies only the parts are kept
+        assert not any(batch.steps for batch in trainer.round.local_batches)  # of copies only the parts are kept
         columns = [[getattr(entry["record"], name) for entry in entries] for name in ("prev_sample", "log_prob")]
         columns.append([entry["advantages"] for entry in entries])
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])

@@ -164,8 +164,8 @@ class TestWeigh:
             round = TrainingRound(RoundSchedule(args, [1, 1]), rows, 0, process)
             numbers = [[[4, 1], [0, 3]], [[7, 6], [2, 5]]]
             round.batches = [[Batch([round.samples[n] for n in batch]) for batch in mine] for mine in numbers]
-            round.mine = round.batches[process]
-            for batch, steps in zip(round.mine, (["first", "second"], ["third", "fourth"]), strict=True):
+            round.local_batches = round.batches[process]
+            for batch, steps in zip(round.local_batches, (["first", "second"], ["third", "fourth"]), strict=True):
                 batch.steps = steps
             return round, numbers[process]
 

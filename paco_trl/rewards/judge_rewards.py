@@ -180,8 +180,8 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
         question (`str`, *optional*):
-            What the judge is asked. If `None`, the question in whose words alone the judge was trained, as its
-            `paco_trl.json` says, also that of a server which names its model, else `"theme"`.
+            What the judge is asked. If `None`, the question of its training, if its `paco_trl.json` (a server's is found
+            by the model's name) records exactly one; otherwise `"theme"`.
 
             - `"theme"`: one question per pair, with the column `theme`; the published reward's default, which uses the
               text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.

@@ -21,9 +21,11 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
     `values` `(N, K)` has NaN where a reward is missing, `is_valid` `(N,)` tells which completions take part in the loss.
     """
     counts = torch.isnan(values).sum(dim=0).tolist()
-    for name, count, is_needed in zip(rewards.names, counts, rewards.is_needed.tolist(), strict=True):
+    for name, count, excludes_if_missing in zip(
+        rewards.names, counts, rewards.excludes_if_missing.tolist(), strict=True
+    ):
         # Rounded up: in a small round one image may fail
-        if is_needed and count > math.ceil(args.max_reward_failures * len(values)):
+        if excludes_if_missing and count > math.ceil(args.max_reward_failures * len(values)):
             raise RewardError(
                 f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(values)} images, above "
                 f"`max_reward_failures` = {args.max_reward_failures:g}{_reasons(rewards, [name])}. Find out why, raise the "
@@ -42,7 +44,7 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
 
 def check_scored(rewards: Rewards, values: torch.Tensor, ceiling: float) -> None:
     """Stop if too many images of an evaluation could not be scored: the mean of the rest would mislead."""
-    missing = torch.isnan(values[:, rewards.is_needed]).any(dim=1)
+    missing = torch.isnan(values[:, rewards.excludes_if_missing]).any(dim=1)
     if missing.all() or missing.float().mean().item() > ceiling:
         raise RewardError(
             f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "

@@ -60,7 +60,7 @@ class Rewards:
             method = "sum_then_normalize"  # one reward has nothing to be balanced with
         self.method, self.threshold = method, threshold
         # An image that lacks one of these is not scored
-        self.is_needed = torch.tensor(self.required) & (self.weights != 0)  # (K,)
+        self.excludes_if_missing = torch.tensor(self.required) & (self.weights != 0)  # (K,)
         self._warned_of: set[str] = set()
         self.is_async = [is_async_reward(function) for function in self.functions]
         self.compares_group = [

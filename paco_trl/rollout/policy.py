@@ -101,8 +101,8 @@ class Policy:
             scale (`float`):
                 Scale of the source images.
             encoded ([`EncodedRows`], *optional*):
-                All rows of the batches, whose embeddings then stay on the accelerator. If `None`, the rows of a batch are
-                encoded when it comes, with the next ones.
+                Embeddings of all rows, which stay on the accelerator for the whole rollout. If `None`, each batch's rows
+                are encoded just before it, together with the next ones.
             progress (`str`, *optional*):
                 Description of the progress bar, if there is one.
             is_collective (`bool`):
@@ -143,7 +143,7 @@ class Policy:
     ) -> None:
         """Generate the images of a batch and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
         samples = batch.samples
-        arguments, kept, sources = self.inputs(encoded, [sample.prompt_number for sample in samples])
+        arguments, stored, sources = self.inputs(encoded, [sample.prompt_number for sample in samples])
         images, batch.steps = self.pipeline_policy.generate(
             arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
@@ -154,7 +154,7 @@ class Policy:
         if recording.finish is not None:
             recording.finish(batch)
         if self.offload_embeddings:
-            batch.steps = share_tensors(batch.steps, arguments, kept)
+            batch.steps = share_tensors(batch.steps, arguments, stored)
 
     def inputs(
         self, encoded: EncodedRows, prompt_numbers: list[int]
@@ -164,13 +164,15 @@ class Policy:
         of_prompts = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
         embeddings = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
         if all(prompt is of_prompts[0] for prompt in of_prompts):
-            kept = {name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()}
+            stored = {
+                name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()
+            }
         else:
-            kept = {name: torch.cat([prompt[name] for prompt in embeddings]) for name in embeddings[0]}  # (B, ...)
+            stored = {name: torch.cat([prompt[name] for prompt in embeddings]) for name in embeddings[0]}  # (B, ...)
         latents = [to_device(image, device) for image in of_prompts[0].image_latents]
         images = encoded.source_images(prompt_numbers[0])
         sources = [EncodedImage(image, of_image) for image, of_image in zip(images, latents, strict=True)]
-        return {name: to_device(tensor, device) for name, tensor in kept.items()}, kept, sources
+        return {name: to_device(tensor, device) for name, tensor in stored.items()}, stored, sources
 
     def _encode_anchor(self, anchor: Any) -> EncodedImage:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))

@@ -90,12 +90,12 @@ class Evaluator:
         args, policy, accelerator = self.args, self.policy, self.policy.accelerator
         generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)
         round = self._plan_round(rows)
-        mine = round.batches[accelerator.process_index]
+        local_batches = round.batches[accelerator.process_index]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        policy.encoder.encode(rows, round.row_numbers_of(mine)[:ROWS_AHEAD])
+        policy.encoder.encode(rows, round.row_numbers_of(local_batches)[:ROWS_AHEAD])
         with self.scorer.scoring(round, state) as scoring, policy.on_device(engine):
-            for finished in policy.rollout(round, mine, args.num_inference_steps_eval, progress=progress):
+            for finished in policy.rollout(round, local_batches, args.num_inference_steps_eval, progress=progress):
                 scoring.add(finished)
                 measured += measure_images(finished)
                 for done in finished:

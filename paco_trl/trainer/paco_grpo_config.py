@@ -111,10 +111,10 @@ class PaCoGRPOConfig(GRPOConfig):
         num_generations (`int`, *optional*, defaults to `16`):
             Images, or sets of separate images, generated per prompt, the group whose rewards are compared.
         num_prompts_per_generation (`int`, *optional*):
-            Prompts of a round, rounded up to a number that divides. Each separate image of a set counts, as in the
-            other sizes of a round: it has as many whole sets as always fit, and the rest is repeated without weight.
-            If `None`, 42 (paper) or as many as the dataset has, or derived from the sizes below; set along with one of
-            them, it must fit.
+            Prompts of a round, rounded up until processes and batches divide them evenly. A set of n separate images
+            counts as n prompts. A round takes only whole sets; repeated images of weight 0 fill the places that are
+            left. If `None`, 42 (paper) or as many as the dataset has, or derived from the sizes below. Set along with
+            one of them, it must fit.
         optimizer_steps_per_generation (`int`, *optional*):
             Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
             with that, it must fit. With several, the images of a separate set may be in different ones: a step weighs

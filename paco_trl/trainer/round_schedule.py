@@ -209,7 +209,7 @@ class TrainingRound(Round):
         super().__init__(rows, row_numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
         self.index, self.plan, self.sde, self.global_step = index, plan, schedule.sde(index), global_step
         self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
-        self.mine = self.batches[process_index]
+        self.local_batches = self.batches[process_index]
         self.micro_batches: list[Batch] = []
         self.num_trained: list[float] = []
         self.metrics: dict[str, float] = {}
@@ -226,9 +226,9 @@ class TrainingRound(Round):
             for sample in completion.samples:
                 sample.advantage = advantage
         taking_part = is_trained.tolist()
-        per_step = len(self.mine) // self.plan.num_optimizer_steps
+        per_step = len(self.local_batches) // self.plan.num_optimizer_steps
         self.num_trained = []
-        for first in range(0, len(self.mine), per_step):
+        for first in range(0, len(self.local_batches), per_step):
             samples = [
                 sample for mine in self.batches for batch in mine[first : first + per_step] for sample in batch.samples
             ]
@@ -244,7 +244,7 @@ class TrainingRound(Round):
             for sample, weight in zip(samples, (shares / denominator).tolist(), strict=True):
                 sample.weight = weight
         self.micro_batches = []
-        for batch in self.mine:
+        for batch in self.local_batches:
             self.micro_batches += batch.split(self.plan.num_merged_batches, family)
             batch.steps = []  # which may be copies by now
 
@@ -283,7 +283,7 @@ class TrainingRound(Round):
                 self.replace(group, saved)
         for name in ("global_step", "num_trained", "metrics", "seconds"):
             setattr(self, name, state[name])
-        size, samples = self.plan.batch_size, [sample for batch in self.mine for sample in batch.samples]
+        size, samples = self.plan.batch_size, [sample for batch in self.local_batches for sample in batch.samples]
         for batch_number, saved in enumerate(state["batches"]):
             batch = Batch(samples[batch_number * size : (batch_number + 1) * size])
             for sample, advantage, weight in zip(batch.samples, saved["advantages"], saved["weights"], strict=True):

@@ -464,10 +464,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _encode(self, round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
         """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
-        row_numbers, scale = round.row_numbers_of(batches or round.mine), self.args.resolution_scale
+        row_numbers, scale = round.row_numbers_of(batches or round.local_batches), self.args.resolution_scale
         following = range(round.index + 1, min(round.index + ROUNDS_AHEAD, self._num_rounds))
         rounds = map(self._plan_round, following)
-        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.mine) for later in rounds)
+        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.local_batches) for later in rounds)
         self.policy.encoder.encode(self.train_rows, row_numbers, scale, ahead)
         return self.policy.encoder.fetch(round, row_numbers, scale)
 
@@ -475,7 +475,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Plan a round, roll it out while it is scored, and compare its completions: advantage and weight of each sample."""
         args, generations = self.args, self.num_generations
         round = self._plan_round(index)
-        scores = self._roll_out(round, round.mine)
+        scores = self._roll_out(round, round.local_batches)
         num_resampled = self._resample(round, scores) if args.max_resample_times else 0
 
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
@@ -558,7 +558,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             replaced = set()
             # One that lacks rewards stays: failures are counted, and may stop the run
             is_missing = (
-                torch.isnan(scores.rewards[:, self.rewards.is_needed]).view(len(round.row_numbers), -1).any(dim=1)
+                torch.isnan(scores.rewards[:, self.rewards.excludes_if_missing])
+                .view(len(round.row_numbers), -1)
+                .any(dim=1)
             )
             total = self.rewards.total(scores.rewards, self.num_generations)
             for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():

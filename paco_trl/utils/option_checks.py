@@ -266,9 +266,9 @@ def round_sizes(
     num_merged_batches: int = 1,
 ) -> tuple[int, ...]:
     """
-    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is.
-    Accumulation alone sets an optimizer step's images, as in TRL, and two of them, or as few more as have full groups, are
-    a round. Return the sizes in the order of [`RoundPlan`].
+    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
+    only `gradient_accumulation_steps` is set, it fixes the images of an optimizer step, as in TRL. A round is then two
+    optimizer steps, or the smallest larger number that holds full groups. Return the sizes in the order of [`RoundPlan`].
 
     Raises:
         ValueError: the sizes that are set do not divide a round, or contradict each other.
