@@ -201,6 +201,12 @@ class TestValues:
             ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be at least 2"),
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
             ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "takes no options"),
+            *(({name: 1.5}, f"`{name}` is 1.5; it must be a whole number") for name in (
+                "per_device_train_batch_size", "num_generations_eval", "generation_batch_size", "height", "max_steps",
+                "save_total_limit", "seed", "num_sde_steps", "max_resample_times",
+            )),
+            ({"max_resample_times": 0.0}, "`max_resample_times` is 0.0; it must be a whole"),
+            ({"sde_steps": [1.0, 2.0]}, r"`sde_steps` is \[1.0, 2.0\]; it must be whole numbers"),
             ({"epsilon": math.nan}, "epsilon"),
             ({"learning_rate": math.inf}, "`learning_rate` is inf; it must be a finite number"),
             ({"num_train_epochs": math.inf}, "`num_train_epochs` is inf; it must be a finite number"),

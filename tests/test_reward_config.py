@@ -82,6 +82,7 @@ def test_fields_of_sft_that_are_refused(make, name, value):
         ("first_token_weight", math.nan), ("first_token_weight", 0.0), ("loss_variant", "code"), ("max_length", 0),
         ("max_pixels", 0), ("num_train_epochs", 0), ("gradient_accumulation_steps", 0),
         ("per_device_train_batch_size", 0), ("jit_checkpoint_signals", ["SIGNOTHING"]), ("data_seed", 2**32),
+        ("per_device_train_batch_size", 1.5), ("max_length", 99.5), ("dataloader_num_workers", 0.5),
     ],
 )  # fmt: skip
 def test_bad_values(make, name, value):

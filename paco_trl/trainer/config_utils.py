@@ -65,6 +65,11 @@ def defaults_of(config: type) -> dict[str, Any]:
     }
 
 
+def whole_numbers_of(config: type) -> list[str]:
+    """Return the fields of a dataclass that have whole numbers."""
+    return [field.name for field in dataclasses.fields(config) if field.type in (int, int | None, list[int])]
+
+
 def name_checkpointing(config: TrainingArguments) -> None:
     """Set `activation_checkpointing` to `gradient_checkpointing`: transformers has renamed it, and TRL sets the old name."""
     if config.activation_checkpointing is None:

@@ -26,6 +26,7 @@ from .config_utils import (
     defaults_of,
     help_from_docstring,
     name_checkpointing,
+    whole_numbers_of,
 )
 from .round_schedule import RoundPlan
 
@@ -438,7 +439,8 @@ class PaCoGRPOConfig(GRPOConfig):
             )
 
     def _check_values(self) -> None:
-        refuse(image_errors(self, defaults_of(type(self)), REFUSED_GRPO_FIELDS, self.loss_types))
+        defaults, whole = defaults_of(type(self)), whole_numbers_of(type(self))
+        refuse(image_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole))
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
         for name, choices in self.choices.items():

@@ -16,6 +16,7 @@ from .config_utils import (
     defaults_of,
     help_from_docstring,
     name_checkpointing,
+    whole_numbers_of,
 )
 from .first_token_loss import LOSS_VARIANTS
 
@@ -103,7 +104,7 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse(judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS))
+        refuse(judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self))))
         check_trackers(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from importlib.util import find_spec
+from numbers import Integral
 from string import Formatter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -107,20 +108,28 @@ def refuse(errors: Iterable[str]) -> None:
 
 
 def image_errors(
-    config: Any, defaults: Mapping[str, Any], unsupported: Collection[str], losses: tuple[str, ...]
+    config: Any,
+    defaults: Mapping[str, Any],
+    unsupported: Collection[str],
+    losses: tuple[str, ...],
+    whole: Collection[str],
 ) -> Iterator[str]:
     """
     Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other.
 
-    `unsupported` names fields of TRL's configs.
+    `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
     args = SimpleNamespace(**vars(config))
-    errors = [*_value_errors(args, defaults, unsupported, losses)]
+    errors = [*_value_errors(args, defaults, unsupported, losses, whole)]
     yield from errors or _size_errors(args, losses == NFT_LOSSES)
 
 
 def _value_errors(
-    args: SimpleNamespace, defaults: Mapping[str, Any], unsupported: Collection[str], losses: tuple[str, ...]
+    args: SimpleNamespace,
+    defaults: Mapping[str, Any],
+    unsupported: Collection[str],
+    losses: tuple[str, ...],
+    whole: Collection[str],
 ) -> Iterator[str]:
     is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
@@ -134,7 +143,7 @@ def _value_errors(
         if args.loss_type == "awm" and not args.old_policy_beta > 0:  # no old policy is kept
             unused += ("old_policy_decay_rate", "old_policy_max_decay")
         yield from _refused(args, defaults, unused, _NFT_ALTERNATIVES)
-    yield from _out_of_range(args, defaults, _RANGES + (_NFT_RANGES if is_nft else ()))
+    yield from _out_of_range(args, defaults, whole, _RANGES + (_NFT_RANGES if is_nft else ()))
     yield from _common_errors(args)
     yield from _round_errors(args)
     yield from errors_of(check_panel_options, args.panel_template, args.panel_generation)
@@ -225,11 +234,13 @@ def _times_errors(args: SimpleNamespace) -> Iterator[str]:
         yield f"`num_noise_levels` is {args.num_noise_levels}; it must be from 1 to {count}, one per step."
 
 
-def judge_errors(config: Any, defaults: Mapping[str, Any], unsupported: Collection[str]) -> Iterator[str]:
+def judge_errors(
+    config: Any, defaults: Mapping[str, Any], unsupported: Collection[str], whole: Collection[str] = ()
+) -> Iterator[str]:
     """Check the values of PaCoRewardConfig."""
     args = SimpleNamespace(**vars(config))
     yield from _refused(args, defaults, unsupported, _ALTERNATIVES)
-    yield from _out_of_range(args, defaults, _REWARD_RANGES)
+    yield from _out_of_range(args, defaults, whole, _REWARD_RANGES)
     yield from _common_errors(args)
     if args.train_sampling_strategy == "batch_rebalance":
         yield (
@@ -381,7 +392,9 @@ def _refused(
             yield f"`{name}` is set to {value!r}, which is not supported here. Unset it{hint}."
 
 
-def _out_of_range(args: SimpleNamespace, defaults: Mapping[str, Any], ranges: Ranges) -> Iterator[str]:
+def _out_of_range(
+    args: SimpleNamespace, defaults: Mapping[str, Any], whole: Collection[str], ranges: Ranges
+) -> Iterator[str]:
     """Find values out of range, and replace them by their defaults for what is checked next."""
     for names, is_good, rule in ranges:
         for name in names:
@@ -393,6 +406,11 @@ def _out_of_range(args: SimpleNamespace, defaults: Mapping[str, Any], ranges: Ra
             if not fits:  # NaN is not either
                 yield f"`{name}` is {value!r}; it must be {rule}."
                 setattr(args, name, defaults[name])
+    for name in whole:
+        value, is_list = getattr(args, name), isinstance(getattr(args, name), list)
+        if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
+            yield f"`{name}` is {value!r}; it must be {'whole numbers' if is_list else 'a whole number'}."
+            setattr(args, name, defaults[name])
 
 
 def _common_errors(args: SimpleNamespace) -> Iterator[str]:
