@@ -112,7 +112,7 @@ def image_errors(
     defaults: Mapping[str, Any],
     unsupported: Collection[str],
     losses: tuple[str, ...],
-    whole: Collection[str],
+    whole: Collection[str] = (),
 ) -> Iterator[str]:
     """
     Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other.
