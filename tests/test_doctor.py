@@ -374,8 +374,8 @@ def test_the_output_directory(examine, tmp_path):
 
 
 class TestMemory:
-    def test_the_row_names_an_optimizer_that_is_not_adamw(self, tiny_plan, monkeypatch):
-        for optim, is_named in (("adafactor", True), ("adamw_torch_fused", False)):
+    def test_the_row_names_an_optimizer_that_is_not_known(self, tiny_plan, monkeypatch):
+        for optim, is_named in (("lomo", True), ("adamw_torch_fused", False), ("adafactor", False)):
             monkeypatch.setattr(tiny_plan.run.args, "optim", optim)
             assert (f"`{optim}` is counted as AdamW" in doctor.memory_row(tiny_plan, None).finding) == is_named
 

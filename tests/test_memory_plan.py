@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import tiny_models
 from paco_trl import PaCoRewardConfig
@@ -32,7 +32,9 @@ from paco_trl.planning.memory import (
     LiveBytes,
     affine,
     as_in_training,
+    judge_tokens,
     measure_peak,
+    optimizer_bytes,
     quantized_layers,
     shortened,
     training_parts,
@@ -234,6 +236,40 @@ def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer
     assert list(always.values()) == [frozen, trained, optimizer, average]
     assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
     assert training_parts(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"])
+def test_an_optimizer_keeps_what_is_planned(optim, tmp_path):
+    args = TrainingArguments(str(tmp_path), optim=optim, use_cpu=True)
+    weight = nn.Parameter(torch.zeros(16, 4096))
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+    optimizer = kind([weight], **settings)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = sum(tensor.nbytes for tensor in tree_leaves(optimizer.state[weight]) if isinstance(tensor, torch.Tensor))
+    assert kept == pytest.approx(optimizer_bytes(args.optim) * weight.numel(), rel=0.01, abs=8)
+
+
+def test_the_optimizer_of_a_run_is_counted(make_plan, tiny_qwen, tmp_path):
+    sizes = {"adamw_bnb_8bit": 2, "paged_adamw_8bit": 2, "paged_adamw_32bit": 8, "lion_8bit": 1, "paged_lion_32bit": 4}
+    sizes |= {"rmsprop_bnb": 4, "ademamix_8bit": 3, "adamw_torch_4bit": 1, "galore_adamw_8bit": 8, "lomo": 8}
+    plan = make_plan()
+    judge_args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64)
+    for found in (plan, plan_memory(str(tiny_qwen), judge_args)):
+        for found.run.args.optim, size in sizes.items():
+            changed = replace(found)
+            assert device_of(changed)["optimizer"] == size * found.run.num_trained, found.run.args.optim
+            is_known = found.run.args.optim not in ("galore_adamw_8bit", "lomo")
+            assert ("is counted as AdamW" in changed.describe()) is not is_known
+
+
+def test_the_judges_batch(make_trainer, tiny_flux, tiny_qwen, prompts):
+    plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, [str(tiny_qwen)])
+    small = replace(plan, judge_batch_size=2)
+    for before, after in zip((*plan.phases, *plan.commands), (*small.phases, *small.commands), strict=True):
+        is_judging = before.device.get("activations of the judge", 0) > 0
+        assert (after.total < before.total) is is_judging, before.name
+    assert device_of(small, "score")["activations of the judge"] == small.run.judges[0].peak(2, judge_tokens(32 * 32))
 
 
 def test_quantized_weights():

@@ -323,9 +323,6 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
     """Show the phases of a run, and compare them with a device of `total` bytes and a machine of `host` bytes."""
     lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
-    optim: Any = getattr(plan.run.args.optim, "value", plan.run.args.optim)
-    if not optim.startswith("adamw_torch"):
-        lines.append(f"The optimizer `{optim}` is counted as AdamW in float32, 8-bit ones as a quarter of its states.")
     if total is None:
         lines.append("No CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:

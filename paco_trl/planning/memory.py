@@ -34,7 +34,7 @@ from transformers import AutoModelForImageTextToText, CLIPConfig, CLIPModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
-from ..rewards.paco_reward import read_judge_config
+from ..rewards.paco_reward import PaCoReward, read_judge_config
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
 from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
@@ -55,6 +55,8 @@ USABLE = 0.9
 # Bytes of a weight of a linear layer; nf4 has a float32 scale for each 64 weights
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 _FLOAT32 = 4
+# States of a weight, by the first word of an optimizer's name; Adafactor's are sums of rows and columns (here of a rank of 16)
+_OPTIMIZER_STATES = {"adamw": 2, "ademamix": 3, "adafactor": 1 / 16, "adagrad": 1, "lion": 1, "rmsprop": 1, "sgd": 0}
 _LIBRARIES = 5 * 2**28  # host memory of a process with torch, transformers and diffusers, without CUDA
 _QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
 
@@ -265,8 +267,20 @@ class Phase:
         return sum(self.device.values())
 
 
+def optimizer_bytes(optim: str) -> float | None:
+    """Return the bytes that an optimizer of Trainer keeps for each trained weight, `None` for one that is not known."""
+    name = getattr(optim, "value", optim).removeprefix("paged_")  # pages are on the device unless it is full
+    states = _OPTIMIZER_STATES.get(name.split("_")[0])
+    return states and states * (1 if name.endswith("8bit") else 0.5 if name.endswith("4bit") else _FLOAT32)
+
+
 def training_parts(
-    frozen: int, num_trained: int, element_size: int, plan: "MemoryPlan", num_averages: int = 0
+    frozen: int,
+    num_trained: int,
+    element_size: int,
+    plan: "MemoryPlan",
+    num_averages: int = 0,
+    optim: str = "adamw_torch",
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count what a training always keeps on the device, and what a micro-batch adds next to its activations."""
     # DeepSpeed keeps float32 masters. ZeRO divides them and the optimizer's states from stage 1, gradients from stage 2,
@@ -274,11 +288,13 @@ def training_parts(
     stage = plan.zero_stage or 0
     optimizer, gradient, weight = (plan.num_processes if stage >= first else 1 for first in (1, 2, 3))
     full = _FLOAT32 * num_trained
+    states = optimizer_bytes(optim)
+    kept = int(num_trained * (2 * _FLOAT32 if states is None else states))
     masters = 0 if plan.zero_stage is None else full // optimizer
     always = {
         "frozen weights": frozen // weight,
         "trained weights": element_size * num_trained // weight + masters,
-        "optimizer": 2 * full // optimizer,  # AdamW's two averages
+        "optimizer": kept // optimizer,
         "average": 0 if plan.ema_offload else num_averages * full // weight,
     }
     has_buckets = plan.num_processes > 1 and plan.zero_stage is None
@@ -347,7 +363,7 @@ class JudgeRun(JudgeNetwork):
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         frozen = self.weights_bytes(self.model, False, plan.quantization)
         element_size = _FLOAT32 if plan.zero_stage is None else 2
-        always, adds = training_parts(frozen, self.num_trained, element_size, plan)
+        always, adds = training_parts(frozen, self.num_trained, element_size, plan, optim=self.args.optim)
         trained = affine(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
         evaluated = affine(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
         return [
@@ -556,6 +572,11 @@ class ImageRun:
             step, full = max(step, self.first_panel(False)), max(full, self.first_panel(is_full))
         return {"generate": step, "decode": decode, "train": trained, "evaluate": full}
 
+    def _scoring(self, plan: "MemoryPlan", size: tuple[int, int]) -> int:
+        """Return the activations of the judge that takes most."""
+        judges = () if plan.serves_judge else self.judges
+        return max((judge.peak(plan.judge_batch_size, judge_tokens(math.prod(size))) for judge in judges), default=0)
+
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         args, encoded = self.args, self.embeddings().values()
         frozen = self.weights_bytes(self.model, False, plan.quantization)
@@ -567,7 +588,7 @@ class ImageRun:
         embeddings = _FLOAT32 * self.prompts_of_round * sum(tensor.numel() for tensor in encoded)
 
         averages = (args.ema_decay is not None) + self.has_old_policy
-        always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages)
+        always, adds = training_parts(frozen, self.num_trained, self.element_size, plan, averages, args.optim)
         always["reference"] = self.reference_bytes // stage3
         always["rewards"] = 0 if plan.offload_rewards else rewards
         always["round"] = self.latents_of_round + (0 if plan.offload_embeddings else embeddings)
@@ -583,8 +604,7 @@ class ImageRun:
         encoding["frozen weights"] = 0 if plan.zero_stage is None else always["frozen weights"]
 
         activations = self._activations(plan)
-        num_tokens = judge_tokens(math.prod(self.sizes[0]))
-        judging = {"activations of the judge": max((judge.peak(8, num_tokens) for judge in judges), default=0)}
+        judging = {"activations of the judge": self._scoring(plan, self.sizes[0])}
         # Rewards are computed while the next images are generated; offloaded ones visit after the last
         visits, generated = plan.offload_rewards, max(activations["generate"], activations["decode"])
         score = {**always, "rewards": rewards} if visits else {**rollout, "activations": generated}
@@ -628,8 +648,7 @@ class ImageRun:
             network |= encoding
         judges = () if plan.serves_judge else self.judges
         weights = [self.weights_bytes(judge.network, False, judge.quantization) for judge in judges]
-        num_tokens = judge_tokens(math.prod(self.sizes[1]))
-        scored = max((judge.peak(8, num_tokens) for judge in judges), default=0)
+        scored = self._scoring(plan, self.sizes[1])
 
         activations = max(self.step(1, is_full, plan.quantization), self.decoding(1, is_full, plan.vae_tiling))
         images = {**network, "activations": activations}  # one by one
@@ -668,6 +687,8 @@ class MemoryPlan:
             Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
         num_processes (`int`):
             Number of processes.
+        judge_batch_size (`int`):
+            `batch_size` of the judges in rewards.
     """
 
     run: ImageRun | JudgeRun
@@ -681,6 +702,7 @@ class MemoryPlan:
     serves_judge: bool = True
     zero_stage: int | None = None
     num_processes: int = 1
+    judge_batch_size: int = inspect.signature(PaCoReward).parameters["batch_size"].default
 
     @functools.cached_property
     def phases(self) -> list[Phase]:
@@ -715,9 +737,11 @@ class MemoryPlan:
     def describe(self) -> str:
         """Say in a line what the run takes at most."""
         largest = max(self.phases, key=lambda phase: phase.total)
+        optim: Any = getattr(self.run.args.optim, "value", self.run.args.optim)
+        assumed = f" The optimizer `{optim}` is counted as AdamW in float32." if optimizer_bytes(optim) is None else ""
         return (
             f"Micro-batches of {self.batch_size} at {self.run.size}: {format_size(largest.total)} on the device "
-            f"of each process, in `{largest.name}`."
+            f"of each process, in `{largest.name}`.{assumed}"
         )
 
     def table(self) -> Table:
