@@ -334,8 +334,8 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
     if total is not None and (large := [phase.name for phase in plan.commands if phase.total > limit]):
-        verdict = verdict if verdict == FAILED else WARNING
-        advice += f" What is trained does not fit into `paco-trl {large[0]}`: see its row, and `--quantization` there."
+        names = ", ".join(f"`paco-trl {name}`" for name in large)
+        lines.append(f"With what is trained, {names} takes more: see the row, and `--quantization` there.")
     count = int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_processes))
     lines.append(f"Host memory: {format_size(plan.host_peak)} for each of {count} process(es) of a machine.")
     if host is not None:
