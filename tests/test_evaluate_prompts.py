@@ -16,7 +16,7 @@ from paco_trl.commands.evaluate_arguments import PromptsArguments
 from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
-from paco_trl.generation.inference import read_trained
+from paco_trl.generation.inference import read_loading_spec
 from paco_trl.hub.settings import ImageModelCard, save_settings
 from test_evaluate_generation import make_adapter
 from tiny_models import build_tiny_flux2_klein, build_tiny_flux_kontext
@@ -214,7 +214,7 @@ def test_a_run_of_another_version_lacks_settings(adapters, tiny_flux, tmp_path, 
     shutil.copytree(adapters["moved"], tmp_path / "moved")
     save_settings(ImageModelCard("moved", "moved", str(tiny_flux), settings=run), tmp_path / "moved")
     args = PromptsArguments(dataset_name="a.jsonl", adapter=[str(tmp_path / "moved")])
-    settings = _settings(args, read_trained(args.adapter[0]))
+    settings = _settings(args, read_loading_spec(args.adapter[0]))
     found = (settings["guidance_scale"], settings["num_inference_steps"], settings["bf16"])
     assert found == (run.get("guidance_scale", 3.5), 20, "precision" not in run)
 

@@ -16,7 +16,7 @@ from paco_trl import load_for_inference
 from paco_trl.commands import evaluate_arguments as evaluate
 from paco_trl.commands.grpo import parser_of
 from paco_trl.commands.script_arguments import ScriptArguments
-from paco_trl.generation.inference import read_trained
+from paco_trl.generation.inference import read_loading_spec
 from paco_trl.hub.settings import LoRA, load_settings, save_settings
 from paco_trl.rollout.loading import pipeline_quantization
 from test_evaluate_generation import make_adapter
@@ -119,12 +119,12 @@ def test_by_a_name_on_the_hub(run, tiny_flux, tmp_path):
             ("user/run", "next", "int8", first),
             ("user/lora", None, None, None),
         ):
-            trained = read_trained(name, revision=revision)
-            found = (trained.model, trained.revision, trained.quantization)
+            spec = read_loading_spec(name, revision=revision)
+            found = (spec.model, spec.revision, spec.quantization)
             assert found == ("makers/base", of_base, quantization), name
-            assert bool(trained.call) is (name == "user/run")
+            assert bool(spec.call) is (name == "user/run")
         with pytest.raises((OSError, ValueError), match="user/run"):
-            read_trained("user/run")
+            read_loading_spec("user/run")
         pipe, _ = load_for_inference("user/run", revision="next")
         assert np.array_equal(draw(pipe), draw(load_for_inference(run, str(tmp_path / "base"))[0]))
         assert load_for_inference("makers/base", dtype="float32")[1] == {}
@@ -140,8 +140,8 @@ def test_a_base_that_the_run_named_by_a_relative_path(name, tiny_flux, tmp_path)
     (run.parent / "models" / "flux").mkdir(parents=True)  # no pipeline
     base.parent.mkdir()
     base.symlink_to(tiny_flux)
-    trained = read_trained(run / name)
-    assert (trained.model, bool(trained.adapter)) == (str(base), True)
+    spec = read_loading_spec(run / name)
+    assert (spec.model, bool(spec.adapter)) == (str(base), True)
 
 
 def test_a_lora_of_another_kind_of_pipeline(tiny_flux, tmp_path):
@@ -192,11 +192,11 @@ def test_what_is_refused(name, options, message, tiny_flux, tmp_path, monkeypatc
     shutil.copy(plain / "adapter_model.safetensors", tmp_path / "lora" / "style.safetensors")
     (tmp_path / "base").symlink_to(tiny_flux)
     with pytest.raises((ValueError, OSError), match=message):
-        read_trained(name, **options)
+        read_loading_spec(name, **options)
 
 
 def test_a_quantization_without_a_name_is_said(run, caplog):
     card = load_settings(run)
     card.loading, card.lora = {}, LoRA(4, 8.0, quantization="fp4 by bitsandbytes (transformer)")
     save_settings(card, run)
-    assert read_trained(run).quantization is None and "fp4 by bitsandbytes" in caplog.text
+    assert read_loading_spec(run).quantization is None and "fp4 by bitsandbytes" in caplog.text

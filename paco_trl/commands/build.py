@@ -95,18 +95,16 @@ def make_grids(args: arguments.GridsArguments) -> None:
     import torch
     from accelerate import PartialState
 
-    prompts, trained = result(args, "prompts"), args.read_trained()
-    call = args.call_of(trained)
+    prompts, spec = result(args, "prompts"), args.read_loading_spec()
+    call = args.call_of(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
-    settings |= (
-        trained.settings | {"model": trained.model, "model_files": model_files(trained.model)} | trained.weights
-    )
+    settings |= spec.settings | {"model": spec.model, "model_files": model_files(spec.model)} | spec.weights
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
     size = (args.height, args.width)
-    building.generate_grids(trained.load(), prompts, folder, args.seeds, args.batch_size, *size, **call)
+    building.generate_grids(spec.load(), prompts, folder, args.seeds, args.batch_size, *size, **call)
     if state.is_main_process:
         finish(folder)
 

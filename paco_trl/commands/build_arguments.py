@@ -29,7 +29,7 @@ from .script_arguments import check_names
 
 
 if TYPE_CHECKING:
-    from ..generation.inference import Trained
+    from ..generation.inference import LoadingSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATION_NAMES = ("nf4", "int8", "fp8", "fp8_storage")
@@ -95,7 +95,7 @@ class PipelineArguments:
     height: int | None = option(None, "Height in pixels. If `None`, the column `height`, or the pipeline's for edits.")
     width: int | None = option(None, "Width in pixels. If `None`, the column `width`, or the pipeline's for edits.")
 
-    def read_trained(self) -> "Trained":
+    def read_loading_spec(self) -> "LoadingSpec":
         """Read what is loaded, and how."""
         from ..generation.inference import DEFAULT_MODEL, read_adapter, read_pipeline
 
@@ -105,9 +105,9 @@ class PipelineArguments:
             return read_pipeline(model or DEFAULT_MODEL, **options)
         return read_adapter(self.adapter, model, **options)
 
-    def call_of(self, trained: "Trained") -> dict[str, Any]:
+    def call_of(self, spec: "LoadingSpec") -> dict[str, Any]:
         """Return the options of the call besides the size: those given, and those of the run."""
-        return {name: value for name, value in trained.call.items() if name not in ("height", "width")} | self.call
+        return {name: value for name, value in spec.call.items() if name not in ("height", "width")} | self.call
 
     @property
     def call(self) -> dict[str, Any]:

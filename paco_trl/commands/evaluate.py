@@ -23,7 +23,7 @@ from ..generation import generate_edits, generate_grids
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
 from ..generation.image_files import digest_of_prompts
-from ..generation.inference import Trained
+from ..generation.inference import LoadingSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
@@ -76,9 +76,9 @@ def _load_benchmark(args) -> Dataset:
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
-def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, trained: Trained) -> Dataset:
+def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, spec: LoadingSpec) -> Dataset:
     """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
-    run = {} if trained.card is None or args.benchmark == "gedit" else trained.card.settings
+    run = {} if spec.card is None or args.benchmark == "gedit" else spec.card.settings
     if args.benchmark == "t2is":
         args.set_layout = args.set_layout or run.get("set_layout")
     benchmark = _load_benchmark(args)
@@ -114,19 +114,19 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *seeds_and_size), settings
 
 
-def generate(args: arguments.GenerateArguments, trained: Trained | None = None) -> Step:
-    """Generate the images of one system; if it is not `trained`, what the options name."""
-    trained = args.read_trained() if trained is None else trained
-    benchmark, panels = _load_as_trained(args, trained), {}
+def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None) -> Step:
+    """Generate the images of one system: `spec`, or else what the options name."""
+    spec = args.read_loading_spec() if spec is None else spec
+    benchmark, panels = _load_as_trained(args, spec), {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panel_options(**panels)
     else:
         refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
-    call = args.call_of(trained)
+    call = args.call_of(spec)
     names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
-    settings = trained.weights | {name: getattr(args, name) for name in names} | trained.settings | call | panels
-    settings |= {"model": trained.model, "model_files": model_files(trained.model)}
+    settings = spec.weights | {name: getattr(args, name) for name in names} | spec.settings | call | panels
+    settings |= {"model": spec.model, "model_files": model_files(spec.model)}
     settings["prompts"] = digest_of_prompts(benchmark)
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
@@ -135,7 +135,7 @@ def generate(args: arguments.GenerateArguments, trained: Trained | None = None) 
     with sole_writer(args.output_dir, "images"):
         folder = StageFolder(args.output_dir, settings)
         yield
-        pipeline = trained.load()
+        pipeline = spec.load()
         call |= {"height": args.height, "width": args.width} | panels
         if args.benchmark == "gedit":
             call_arguments = {name: value for name, value in call.items() if value is not None}
@@ -267,10 +267,10 @@ def report(args: arguments.ReportArguments) -> Step:
 
 def images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter; what is there is not made again."""
-    trained = args.read_trained()
+    spec = args.read_loading_spec()
     if args.benchmark == "t2is":
-        _load_as_trained(args, trained)  # the base model gets what the adapter gets
-    systems, folder = {"base": trained.base, "tuned": trained}, Path(args.output_dir)
+        _load_as_trained(args, spec)  # the base model gets what the adapter gets
+    systems, folder = {"base": spec.base, "tuned": spec}, Path(args.output_dir)
     if args.adapter is None:
         del systems["tuned"]
 

@@ -24,7 +24,7 @@ from transformers import TrainerState
 from ..data import split_grid
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
-from ..generation.inference import DEFAULT_MODEL, Trained, read_adapter, read_pipeline
+from ..generation.inference import DEFAULT_MODEL, LoadingSpec, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
@@ -76,7 +76,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     adapters = args.adapter or []
     folders = args.folders
     base, *tuned = _read_systems(args)
-    class_name = read_index(base.model, base.where)["_class_name"]
+    class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
     if family is not None and family.needs_images and "edits" not in args.typed:  # as in training
         args.edits = True
@@ -93,8 +93,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(base.model)}
-    if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.where, None):
-        pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.where)
+    if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
+        pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
         rows.measure(pipeline, family_of(pipeline))
     check_judged(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
@@ -110,13 +110,13 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     systems: list[dict[str, Any]] = []
     shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
-        for name, adapter, trained in zip(folders, [None, *adapters], [base, *tuned], strict=True):
-            weights = {} if adapter is None else {"adapter": adapter, "weights": trained.weights["adapter_weights"]}
+        for name, adapter, spec in zip(folders, [None, *adapters], [base, *tuned], strict=True):
+            weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
             folder = StageFolder(output_dir / name, settings | weights).images
             indices = itertools.product(range(len(rows)), range(args.num_generations))
             files = {(row, image): folder / str(row) / f"{image}.png" for row, image in indices}
             if not all(path.exists() for path in files.values()):
-                _generate(trained, settings, rows, files, accelerator)
+                _generate(spec, settings, rows, files, accelerator)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
             systems.append({"role": role, "name": title, "settings": shown, "files": files})
@@ -138,8 +138,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
-def _read_systems(args: PromptsArguments) -> list[Trained]:
-    """Read the base model and the adapters, which are loaded as the first of them was trained."""
+def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
+    """Read the base model and the adapters, which are loaded as the first of them was spec."""
     dtype = "auto" if args.bf16 is None else "bfloat16" if args.bf16 else "float32"
     options: dict[str, Any] = {"dtype": dtype, "quantization": args.quantization, "vae_tiling": args.vae_tiling}
     adapters, model = args.adapter or [], args.model_name_or_path
@@ -149,15 +149,17 @@ def _read_systems(args: PromptsArguments) -> list[Trained]:
     more = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
     tuned = [first, *more] if adapters else []
     systems = [replace(first, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in tuned]
-    if is_buildable(first.model, first.where, None):
+    if is_buildable(first.model, first.hub_arguments, None):
         for system in systems:
-            pipeline = load_without_weights(first.model, {"default": torch.float32}, encodes=False, **first.where)
+            pipeline = load_without_weights(
+                first.model, {"default": torch.float32}, encodes=False, **first.hub_arguments
+            )
             if system.adapter is not None:
                 check_trained(pipeline, family_of(pipeline), system.adapter)
     return [first.base, *systems]
 
 
-def _settings(args: PromptsArguments, base: Trained) -> dict[str, Any]:
+def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
     """Return what all images depend on: options, or else the settings of the first adapter's run, or else the defaults."""
     names = ("height", "width", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
     settings: dict[str, Any] = {
@@ -178,10 +180,10 @@ def _settings(args: PromptsArguments, base: Trained) -> dict[str, Any]:
     return settings | {"model": base.model, "num_generations": args.num_generations, "seed": args.seed}
 
 
-def _generate(trained: Trained, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
+def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
     """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
-    pipeline = trained.load("cpu")
+    pipeline = spec.load("cpu")
     family, model = family_of(pipeline), pipeline.transformer
     rows.measure(pipeline, family)
     keep_dtype_of_norms(model)
@@ -206,7 +208,7 @@ def _generate(trained: Trained, settings: dict, rows: PromptRows, files: dict, a
 
     sizes_of_calls = [(*sizes[row], rows.lengths[row]) for row, _ in files]
     with policy.on_device():
-        generate_missing(pipeline, calls, generate, f"images of {public_name(trained.name)}", sizes_of_calls)
+        generate_missing(pipeline, calls, generate, f"images of {public_name(spec.name)}", sizes_of_calls)
     accelerator.wait_for_everyone()
 
 

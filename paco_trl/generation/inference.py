@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load what was trained as it was trained: precision, quantization and the settings of the pipeline's call."""
+"""Load trained adapters and transformers for inference, with the precision, quantization and call of their training."""
 
 import logging
 import os
@@ -36,8 +36,8 @@ _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What [`load_for_inference`] loads, and how: read from small files, before any weights are."""
+class LoadingSpec:
+    """Specification of the pipeline that [`load_for_inference`] loads: read from small files, before any weights."""
 
     model: str  # the base: Hub id or directory
     revision: str | None = None  # of the base
@@ -52,22 +52,22 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """What was trained, or the base."""
+        """Name of the adapter, the LoRA or the transformer, or else of the base."""
         return self.adapter or self.lora or self.transformer or self.model
 
     @property
-    def base(self) -> "Trained":
-        """The base model, loaded in the same way."""
+    def base(self) -> "LoadingSpec":
+        """Specification of the base model alone, with the same settings."""
         return replace(self, adapter=None, lora=None, transformer=None)
 
     @property
-    def where(self) -> dict[str, str]:
-        """Arguments of `from_pretrained` that say where the base is."""
+    def hub_arguments(self) -> dict[str, str]:
+        """Arguments of `from_pretrained` for the revision of the base."""
         return {} if self.revision is None else {"revision": self.revision}
 
     @property
     def call(self) -> dict[str, Any]:
-        """Arguments of the pipeline's call besides the prompt, as evaluations of the training run have them."""
+        """Arguments of the pipeline's call besides the prompt: those of the training run's evaluations."""
         return {} if self.card is None else dict(self.card.call)
 
     @property
@@ -76,25 +76,25 @@ class Trained:
         settings: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self.quantization,
-            **self.where,
+            **self.hub_arguments,
         }
         settings["vae_tiling"] = self.vae_tiling or None
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def weights(self) -> dict[str, str]:
-        """What is loaded besides the base, with a digest of its weights, for records."""
+        """Adapter, LoRA or transformer of the base, with a digest of its weights, for records."""
         if (adapter := self.adapter or self.lora) is not None:
             return {"adapter": adapter, "adapter_weights": file_digest(find_adapter_file(adapter))}
         files = None if self.transformer is None else model_files(os.path.join(self.transformer, "transformer"))
         return {} if self.transformer is None else {"adapter": self.transformer, "adapter_weights": files or ""}
 
     def load_pipeline(self) -> DiffusionPipeline:
-        """Load the pipeline, on the CPU unless its quantization is computed on a device, without the `adapter`."""
-        index = read_index(self.model, self.where)
+        """Load the pipeline without the `adapter`, on the CPU unless it is quantized on a device."""
+        index = read_index(self.model, self.hub_arguments)
         options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True}
         config = pipeline_quantization_config(self.quantization, self.dtype, index)
-        of_pipeline = {**options, **self.where} | ({} if config is None else {"quantization_config": config})
+        of_pipeline = {**options, **self.hub_arguments} | ({} if config is None else {"quantization_config": config})
         if self.transformer is not None:
             quantized = {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
             of_pipeline["transformer"] = AutoModel.from_pretrained(
@@ -140,11 +140,11 @@ def load_for_inference(
     """
     Load an adapter with its base model, a fully trained transformer, or a plain pipeline, ready to generate images.
 
-    What paco_trl has saved is loaded as it was trained: its `paco_trl.json` names the base model and its revision, precision
-    and quantization, and has size, guidance, steps and negative prompt of the run's evaluations. Any other LoRA that
-    diffusers reads is loaded too, onto the base model that its config or its card names.
+    What paco_trl has saved is loaded as it was trained: its `paco_trl.json` records the base model with its revision, the
+    precision, the quantization, and the size, guidance, steps and negative prompt of the run's evaluations. Any other LoRA
+    that diffusers reads is loaded too, onto the base model that its config or its card names.
 
-    On a GPU the text encoders and the transformer take turns, as in training: what was trained on a card is used on it.
+    On a GPU the text encoders and the transformer take turns, as in training, so that the card of the training is enough.
 
     Args:
         adapter_or_model (`str` or `Path`):
@@ -182,13 +182,13 @@ def load_for_inference(
     ```
     """
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}
-    trained = read_trained(adapter_or_model, model, **options)
-    return trained.load(device), trained.call
+    spec = read_loading_spec(adapter_or_model, model, **options)
+    return spec.load(device), spec.call
 
 
-def read_trained(
+def read_loading_spec(
     adapter_or_model: str | Path, model: str | None = None, revision: str | None = None, **options: Any
-) -> Trained:
+) -> LoadingSpec:
     """Read what [`load_for_inference`] loads; refuse what cannot be loaded before gigabytes are read."""
     name = os.fspath(adapter_or_model)
     if not _has(name, "model_index.json", revision):
@@ -206,8 +206,8 @@ def read_pipeline(
     offload: bool | None = None,
     vae_tiling: bool | None = None,
     card: ImageModelCard | None = None,
-) -> Trained:
-    """Return how a pipeline is loaded, with what was trained as its `card` says; nothing of it is read."""
+) -> LoadingSpec:
+    """Return the specification of a pipeline, as the `card` of a training records it. No file is read."""
     loading = {} if card is None else card.loading
     if dtype == "auto":
         dtype = "bfloat16" if card is None else card.settings.get("precision", card.dtype)
@@ -229,11 +229,11 @@ def read_pipeline(
     offload = loading.get("offload", True) if offload is None else offload
     vae_tiling = loading.get("vae_tiling", False) if vae_tiling is None else vae_tiling
     how: dict[str, Any] = {"offload": bool(offload), "vae_tiling": bool(vae_tiling), "card": card}
-    return Trained(model, revision, dtype=dtype, quantization=quantization, **how)
+    return LoadingSpec(model, revision, dtype=dtype, quantization=quantization, **how)
 
 
-def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> Trained:
-    """Read an adapter or a whole transformer, and what it is for; `options` are those of [`read_pipeline`]."""
+def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> LoadingSpec:
+    """Read an adapter or a whole transformer, and find its base model; `options` are those of [`read_pipeline`]."""
     if Path(name).is_dir() and checkpoints_of(Path(name)):
         name = str(find_saved_model(Path(name)))
     name = name if revision is None else _download(name, revision)
@@ -256,14 +256,14 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
     if is_whole:
         check_adapter_base(name, None if card is None else card.base_model, base)
         return replace(source, transformer=name)
-    if peft is None and not _is_of_transformer(name, read_index(base, source.where)):
+    if peft is None and not _is_of_transformer(name, read_index(base, source.hub_arguments)):
         return replace(source, lora=name)
-    check_adapter_base(name, read_peft_config(name, base, source.where).base_model_name_or_path, base)
+    check_adapter_base(name, read_peft_config(name, base, source.hub_arguments).base_model_name_or_path, base)
     return replace(source, adapter=name)
 
 
 def _find_peft(name: str) -> str | None:
-    """Return the directory or Hub id of an adapter in PEFT's format, `None` for a LoRA file; say why there is neither."""
+    """Return the directory or Hub id of an adapter in PEFT's format, `None` for a LoRA file."""
     try:
         return peft_folder(name)
     except ValueError:
@@ -278,7 +278,7 @@ def _find_peft(name: str) -> str | None:
 
 
 def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> str:
-    """Return the base model that an adapter's config, its `paco_trl.json` or its card names, and that is there."""
+    """Find the base model that an adapter's config, its `paco_trl.json` or its card names: a directory, or else a Hub id."""
     path = find_model_file(folder, "adapter_config.json") if folder else None
     named = [read_record(path or "").get("base_model_name_or_path"), None if card is None else card.base_model]
     if folder and not any(named) and (readme := find_model_file(folder, "README.md")) is not None:
@@ -324,9 +324,10 @@ def _download(name: str, revision: str) -> str:
 
 class Turns:
     """
-    Give a device to the text encoders of a pipeline or to its other components, whichever compute, and never to both.
+    Keep on a device either the text encoders of a pipeline or its other components: those that compute.
 
-    Unlike `enable_model_cpu_offload` the transformer stays until a text is encoded, and what leaves is not copied back.
+    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and weights that leave are
+    not copied, since the CPU still has them.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
@@ -343,7 +344,7 @@ class Turns:
                 add_hook_to_module(part, TurnHook(self, group))
 
     def take(self, modules: list[nn.Module]) -> None:
-        """Move modules to the device, in place of those that were there."""
+        """Move modules to the device, and those that are there to the CPU."""
         if modules is not self._current:
             to_cpu(self._current, self._memory)
             self._current, self._memory = modules, cpu_memory(modules)
@@ -352,7 +353,7 @@ class Turns:
 
 
 class TurnHook(ModelHook):
-    """Hook of a component: before it computes, its group takes the device."""
+    """Hook of a component, which moves its group to the device before it computes."""
 
     def __init__(self, turns: Turns, group: list[nn.Module]):
         self.turns, self.group, self.execution_device = turns, group, turns.device  # read by diffusers

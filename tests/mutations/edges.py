@@ -1017,7 +1017,7 @@ SEPARATE_SETS = [
         "test_evaluate_generation.py::TestT2IS::test_what_would_fail_after_hours_is_found_before",
         ('        args.set_layout = args.set_layout or run.get("set_layout")\n', "        pass\n"),
         ("            if getattr(args, name) is None:\n", "            if True:\n"),
-        ("        _load_as_trained(args, trained)  # the base", "        str(args)  # the base"),
+        ("        _load_as_trained(args, spec)  # the base", "        str(args)  # the base"),
     ),
     *_mutants(
         "commands/evaluate.py",
