@@ -231,6 +231,16 @@ class TestJudge:
 
 
 class TestHub:
+    def test_a_base_by_a_relative_path(self, tiny_flux, flux_adapter, tmp_path):
+        """It is one from where the run was started, although it reads like a Hub id."""
+        adapter = edit_config(
+            shutil.copytree(flux_adapter, tmp_path / "runs" / "a"), base_model_name_or_path="models/tiny-flux"
+        )
+        (tmp_path / "models").mkdir()
+        (tmp_path / "models" / "tiny-flux").symlink_to(tiny_flux)
+        result = run(*options(adapter, tmp_path / "merged"))
+        assert result.code == 0 and f"into '{tmp_path}/models/tiny-flux'" in result.err + result.out
+
     def test_adapter_and_base_by_their_ids(self, tiny_flux, flux_adapter, flux_with_adapter, tmp_path):
         with HubServer(tokens={}) as hub:
             adapter = edit_config(

@@ -22,7 +22,7 @@ from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.loading import load_transformer_adapter, read_peft_config
 from ..utils.files import new_folder
-from ..utils.model_files import find_model_file, peft_folder
+from ..utils.model_files import find_model_file, models_near, peft_folder
 from ..utils.names import check_adapter_base
 from ..utils.text import read_json
 from .main import say
@@ -47,6 +47,7 @@ def merge(args: MergeArguments) -> None:
                 raise ValueError(f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged.")
             if base is None:
                 base, revision = config.base_model_name_or_path, config.revision
+                base = next(iter(models_near(adapter, [base] if base else [])), base)
         if config is None or not base:
             raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)

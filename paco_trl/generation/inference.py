@@ -23,7 +23,7 @@ from ..rollout import FAMILIES, family_of
 from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
 from ..utils.files import read_record
 from ..utils.fingerprint import file_digest, model_files
-from ..utils.model_files import find_adapter_file, find_model_file, peft_folder, split_adapter
+from ..utils.model_files import find_adapter_file, find_model_file, models_near, peft_folder, split_adapter
 from ..utils.names import check_adapter_base, is_local, is_same_model
 from ..utils.placement import cpu_memory, to_cpu
 from ..utils.quantization import QUANTIZATIONS, pipeline_quantization_config
@@ -285,11 +285,10 @@ def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> st
         metadata = (metadata_load(readme) or {}).get("base_model")
         named = metadata if isinstance(metadata, list) else [metadata]
     known = [str(base) for base in named if base]
-    # A relative path is one from where the run was started, some folders above its adapter; it may read like a Hub id
-    starts = Path(name).absolute().parents[:4] if os.path.exists(name) else ()
-    paths = [*known, *(os.path.join(start, base) for start in starts for base in known)]
-    here = [path for path in paths if os.path.isfile(os.path.join(path, "model_index.json"))]
-    if found := [*here, *(base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base)]:
+    if found := [
+        *models_near(name, known),
+        *(base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base),
+    ]:
         return found[0]
     reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
     raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")

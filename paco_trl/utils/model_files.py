@@ -28,6 +28,15 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
     return cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 
+def models_near(adapter: str, names: list[str]) -> list[str]:
+    """List the directories with models that an adapter's names are: as they are, or below a folder above the adapter."""
+    # A relative path is one from where the run was started; it may read like a Hub id
+    starts = Path(adapter).absolute().parents[:4] if os.path.exists(adapter) else ()
+    paths = [*names, *(os.path.join(start, name) for start in starts for name in names)]
+    configs = ("model_index.json", "config.json")
+    return [path for path in paths if any(os.path.isfile(os.path.join(path, config)) for config in configs)]
+
+
 def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
     check_adapter_name(adapter)
