@@ -154,7 +154,7 @@ def test_the_code_of_the_page(tiny_flux, flux, tmp_path):
         model, pipeline = train(flux, LoraConfig(r=4, lora_alpha=alpha))
         expected[name] = changes(model)
         save(model, pipeline, tmp_path / name)
-    page = PAGE.read_text(encoding="utf-8").split("## Load an adapter")[1].split("## Merge")[0]
+    page = PAGE.read_text(encoding="utf-8").split("\n### diffusers\n")[1].split("\n### ComfyUI\n")[0]
     page = page.replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
     page = page.replace("black-forest-labs/FLUX.1-dev", str(tiny_flux))
     load, two, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)

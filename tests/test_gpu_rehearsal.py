@@ -95,7 +95,7 @@ def test_a_step_that_fails_does_not_stop_the_others(forked, rehearse, tmp_path):
     report = json.loads((tmp_path / "gpu_flux-1024.json").read_text())
     assert settings_of(report["failed"]) == ["batch 2", "batch 1", "batch 1, checkpointing False"]
     assert report["runs"] == report["left out"] == []
-    assert "failed: batch 1: ValueError" in printed.replace("\n", " ")
+    assert "failed: batch 1: OptionError" in printed.replace("\n", " ")
 
     # Again: nothing is left of the first time
     code, steps, printed = rehearse("--steps", "flux-1024")
