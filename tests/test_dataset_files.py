@@ -522,9 +522,15 @@ class TestSplitsAndConfigurations:
     @pytest.mark.parametrize("name", ["p.txt", "p.parquet", "saved", "folder"])
     def test_slices(self, tmp_path, name):
         path = self.two(tmp_path, name)
-        for split, count in (("train", 4), ("train[:50%]", 2), ("train[1:]", 3), ("train[:1]+train[-1:]", 2)):
+        for split, count in (
+            ("train", 4),
+            ("train[:50%]", 2),
+            ("train[1:]", 3),
+            ("train[:1]+train[-1:]", 2),
+            ("train[:1]+train[9:]", 1),
+        ):
             assert len(load_image_set_prompts(path, split)) == count
-        for split in ("test", "train[", "train[:0]"):
+        for split in ("test", "train[", "train[:0]", "train[4:]", "train[500:600]"):
             with pytest.raises(ValueError, match=name):
                 load_image_set_prompts(path, split)
 
