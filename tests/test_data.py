@@ -297,7 +297,7 @@ class TestLoadImageSetPrompts:
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("a.csv", "caption\nA fox.\n", "no `prompt`"),
+            ("a.csv", "caption\nA fox.\n", "Rename .* to `prompt`"),
             ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', "cols"),
             ("a.jsonl", '{"prompt": "Make it red.", "image": "a.png"}\n', "--edits"),
             ("a.jsonl", '{"prompt": [{"role": "user", "content": "A fox."}]}\n', "`prompt` of row 0 .*content"),

@@ -55,13 +55,14 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
     is_dataset = isinstance(dataset_or_rows, Dataset)
     rows = list(_columns_of(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
-        among = f" among {dataset_or_rows.column_names}" if isinstance(dataset_or_rows, Dataset) else ""
-        raise ValueError(f"The image-set prompts have no rows, or no `prompt`{among}. Check the file or the split.")
+        if isinstance(dataset_or_rows, Dataset) and (names := dataset_or_rows.column_names):
+            raise ValueError(f"There is no column `prompt` among {names}. Rename the column of the texts to `prompt`.")
+        raise ValueError("The image-set prompts have no rows. Check the file or the split.")
     missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
     if missing:
         raise ValueError(
-            f"Image-set prompts need the columns {missing}. Convert raw T2IS rows with `convert_t2is`. To edit images "
-            "add `--edits`, or use `load_edit_prompts`."
+            f"Image-set prompts need the columns {missing}. To edit images add `--edits`, or use `load_edit_prompts`. "
+            "Raw T2IS rows are converted by `convert_t2is`."
         )
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
