@@ -124,7 +124,7 @@ class TestGeneration:
             edits,
             load_for_inference(str(tiny_flux), dtype=torch.float32, device="cpu")[0],
         )
-        refused("'id'", edits.remove_columns("id"))
+        refused("unique `id`", edits.remove_columns("id"))
         refused(r"Rows 0 and 1 .* both 'a/1'", edits.remove_columns("language"))
         pair = [{"id": "x", "prompt": "Join.", "images": [EDITS[0]["image"], EDITS[2]["image"]]}]
         refused("'x' has 2 source images, but .* at most 1", edits_of(pair, images=List(ImageFeature())))

@@ -322,7 +322,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "prompts, arguments, message",
         [
-            (make_prompts([(32, 32)], id=None), {}, "'id'"),
+            (make_prompts([(32, 32)], id=None), {}, "unique `id`"),
             (make_prompts([(32, 32)] * 2, id=["a", "a"]), {}, "both 'a'"),
             (make_prompts([(32, 32)] * 2, id=["a", ""]), {}, "row 1 .* is ''"),
             (FOUR, {"seeds": [1, 2, 1]}, "`seeds`"),

@@ -230,9 +230,16 @@ class TestStatistics:
 
 class TestLoading:
     def test_a_prompt_without_criteria(self, tmp_path):
-        folder = write_bench(tmp_path, {"0002": ((1, 2), {"Surroundings": ["stray"]})})
+        cases = {"0002": ((1, 2), {"Surroundings": ["stray"]}), "0001": ((1, 2), {"Style": {"Color": "Is it red?"}})}
+        folder = write_bench(tmp_path, cases)
         with pytest.raises(ValueError, match="'0002' has a single panel, or no criterion"):
             load_t2is_bench(folder / "bench.jsonl")
+
+    @pytest.mark.parametrize("name", ["demo", "p.txt"])
+    def test_prompts_that_are_no_benchmark(self, tmp_path, name):
+        (tmp_path / "p.txt").write_text("A fox.\n")
+        with pytest.raises(ValueError, match="`paco-trl evaluate prompts`"):
+            load_t2is_bench("demo" if name == "demo" else tmp_path / name)
 
     @pytest.mark.parametrize(
         "change, message",

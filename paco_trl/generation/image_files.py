@@ -36,6 +36,10 @@ def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[s
     """Name prompts by their `id` and their other `columns`, joined by slashes."""
     rows: dict[str, int] = {}
     columns = [name for name in columns if name == "id" or name in prompts.column_names]
+    if "id" not in prompts.column_names:
+        raise ValueError(
+            "Prompts of a benchmark need a unique `id` each. For prompts of your own use `paco-trl evaluate prompts`."
+        )
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:

@@ -94,9 +94,17 @@ def load_t2is_bench(
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split, config) if folder is None else read_t2is_bench(folder)
-    for name, row in zip(name_prompts(dataset), dataset, strict=True):
-        if row["rows"] * row["cols"] < 2 or not consistency_criteria(row):
-            raise ValueError(f"The prompt {name!r} has a single panel, or no criterion of consistency: leave it out.")
+    names = zip(name_prompts(dataset), dataset, strict=True)
+    unscored = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
+    if len(unscored) == len(dataset):
+        raise ValueError(
+            f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of consistency. "
+            "For prompts of your own use `paco-trl evaluate prompts`."
+        )
+    if unscored:
+        raise ValueError(
+            f"The prompt {unscored[0]!r} has a single panel, or no criterion of consistency: leave it out."
+        )
     if alignment_file is not None:
         dataset = _with_alignment(dataset, Path(alignment_file))
     return dataset
