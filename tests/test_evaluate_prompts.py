@@ -179,6 +179,21 @@ def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("trained_on", "is_known"), [("edits", True), ("sets", False)])
+def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters, tiny_flux, tmp_path, caplog):
+    shutil.copytree(adapters["moved"], tmp_path / "moved")
+    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), trained_on=trained_on), tmp_path / "moved")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    edit = {"prompt": "Make it red.", "image": "a.png", "height": 32, "width": 32}
+    (tmp_path / "edits.jsonl").write_text(json.dumps(edit))
+    words = ["--dataset_name", tmp_path / "edits.jsonl", "--adapter", tmp_path / "moved", "--judge_model", tiny_flux]
+    with pytest.raises(ValueError, match="no vision-language model" if is_known else "add `--edits`"):
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
+    assert ("`--height`, `--width` would do nothing" in caplog.text) == is_known
+    with pytest.raises(ValueError, match="add `--edits`"):
+        evaluate(*words, "--edits", False, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -431,6 +431,13 @@ class TestTypedOptions:
         assert parsed[1].panel_generation == "anchored"
         fit_panel_options(*parsed[:2], Dataset.from_dict(single), None)
         assert parsed[1].panel_generation == "independent" and "panel_generation" in caplog.text
+        assert "--height" not in caplog.text  # which the recipe has
+        sized = Dataset.from_dict(single | {"height": [64], "width": [64]})
+        parsed[0].typed = {"height", "width"}
+        fit_panel_options(*parsed[:2], sized, sets)
+        assert "--height" not in caplog.text
+        fit_panel_options(*parsed[:2], sized, None)
+        assert "`--height`, `--width` would do nothing" in caplog.text
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # by the launcher
         assert read("flux.1-dev-24gb", "--use_peft True")[0]["quantization"] is None
 

@@ -64,6 +64,7 @@ from .script_arguments import (
     find_unused_edit_options,
     load_rewards,
     load_train_prompts,
+    warn_of_unused_sizes,
 )
 
 
@@ -78,8 +79,10 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     base, *tuned = _read_systems(args)
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
-    if family is not None and family.needs_images and "edits" not in args.typed:  # as in training
-        args.edits = True
+    is_editing = (
+        family is not None and family.needs_images or base.card is not None and base.card.trained_on == "edits"
+    )
+    args.edits |= is_editing and "edits" not in args.typed  # as in training
     refuse(find_unused_edit_options(args))
     shared = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
@@ -88,6 +91,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     settings = _settings(args, base)
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
+    warn_of_unused_sizes(args, rows.dataset)
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
         refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))

@@ -220,13 +220,13 @@ def load_eval_prompts(script_args: ScriptArguments) -> "Dataset | None":
 
 
 def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *datasets: "Dataset | None") -> None:
-    """Leave out what a recipe says of separate images where no dataset has any."""
+    """Leave out what a recipe says of separate images where no dataset has any, and say which typed sizes no row takes."""
     from .. import PaCoGRPOConfig
     from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 
-    sets = [
-        arrange_sets(dataset, args.set_layout) for dataset in datasets if dataset and "rows" in dataset.column_names
-    ]
+    prompts = [dataset for dataset in datasets if dataset]
+    sets = [arrange_sets(dataset, args.set_layout) for dataset in prompts if "rows" in dataset.column_names]
+    warn_of_unused_sizes(script_args, *sets, *(dataset for dataset in prompts if "rows" not in dataset.column_names))
     if any(SEPARATE in dataset["layout"] for dataset in sets if "layout" in dataset.column_names):
         return
     for name in PANEL_OPTIONS:
@@ -237,6 +237,17 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
                 f"`{name}` is {value!r} in the recipe, but no dataset has a set of separate images: left out."
             )
             setattr(args, name, default)
+
+
+def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
+    """Warn of a height or width that was typed, but that all rows have of their own."""
+    unused = [
+        name
+        for name in ("height", "width")
+        if datasets and all(name in dataset.column_names and None not in dataset[name] for dataset in datasets)
+    ]
+    for text in find_unused(args, unused, "since each row has its own"):
+        logger.warning(text)
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> "Dataset":

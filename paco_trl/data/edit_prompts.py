@@ -37,11 +37,9 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     names = dataset.column_names
     sources = [column for column in ("image", "images") if column in names]
     if "prompt" not in names or len(sources) != 1:
-        hint = "Rename or add them."
+        hint = "Rename or add them. Without source images use `--edits False`, or `load_image_set_prompts`."
         if _is_gedit(names):
             hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
-        elif "references" in names:
-            hint = "Prompts with `references` alone are no edits: leave `--edits` out, or set it to `False`."
         raise ValueError(f"Editing prompts need `prompt` and either `image` or `images`; `{name}` has {names}. {hint}")
     check_image_column(dataset, sources[0], name, decoded=False, is_list=sources == ["images"])
     check_references(dataset, name)
