@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints, complete or absent: find them, compare them with the run that they belong to, write them."""
+"""
+Checkpoints, complete or absent: find them, compare them with the run that they belong to, write them. The command line looks
+for them before it imports torch.
+"""
 
 import json
 import os
@@ -8,23 +11,19 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
-from accelerate.logging import get_logger
-from accelerate.utils import gather_object
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
-from ..hub.settings import load_settings
 from ..utils.files import open_weights, read_record, write_atomically
 from ..utils.locks import take_lock
 from ..utils.text import differences
 
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
 
 POLICY_WEIGHTS = "policy.safetensors"  # what is trained; under DeepSpeed its own files hold it
 EMA_WEIGHTS = "ema.safetensors"
@@ -36,13 +35,20 @@ _PATIENCE = 5.0  # seconds, with other processes that restore a checkpoint
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
+def _warn(message: str) -> None:
+    """Log a warning once, in the main process."""
+    from accelerate.logging import get_logger  # takes seconds
+
+    get_logger(__name__).warning(message)
+
+
 def clear_staging(output_dir: str | Path) -> None:
     """Delete the staging folders of a run that was killed while it saved. Only the run that writes there may call it."""
     _restore_replaced(Path(output_dir))
     folder = Path(output_dir) / STAGING
     if folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
-            logger.warning(f"An earlier run was stopped while saving {unfinished}: the unfinished files are deleted.")
+            _warn(f"An earlier run was stopped while saving {unfinished}: the unfinished files are deleted.")
         shutil.rmtree(folder)
 
 
@@ -146,7 +152,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
             what = f"The checkpoint '{checkpoint}' is incomplete: {reason}"
             what = what if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
             raise ValueError(f"{what} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
-        logger.warning(f"The checkpoint '{checkpoint}' is skipped: {reason}")
+        _warn(f"The checkpoint '{checkpoint}' is skipped: {reason}")
     if requested == "auto":
         return None
     raise ValueError(
@@ -182,10 +188,10 @@ def check_resumed_run(
         result = ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved else "."
         if saved.get("is_round_pending"):
             result = ". It is in the middle of a round, whose images are stored per process: it is generated again."
-        logger.warning(f"'{checkpoint}' was made by {before} processes, now {num_processes}{result}")
+        _warn(f"'{checkpoint}' was made by {before} processes, now {num_processes}{result}")
     if different := differences(saved["settings"], settings):
         lines = "\n  ".join(["", *different])
-        logger.warning(f"'{checkpoint}' is resumed with other settings, so this is another run:{lines}")
+        _warn(f"'{checkpoint}' is resumed with other settings, so this is another run:{lines}")
 
 
 def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
@@ -252,12 +258,15 @@ class CheckpointError(RuntimeError):
 def write_checkpoint(
     output_dir: str | Path,
     step: int,
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     should_save: bool,
     run: dict,
     *parts: Callable[[Path], Any],
 ) -> None:
     """Write the parts of a checkpoint aside, and rename it when all ranks are done, or raise on all. Collective."""
+    from accelerate.utils import gather_object
+    from safetensors import SafetensorError
+
     folder = Path(output_dir) / STAGING / f"checkpoint-{step}"
 
     def begin(folder: Path) -> None:
@@ -309,8 +318,10 @@ def round_file(checkpoint: Path, process_index: int) -> Path:
     return checkpoint / f"rollout_{process_index}.pt"
 
 
-def load_round(checkpoint: Path, process_index: int, device: torch.device, is_offloaded: bool) -> dict[str, Any]:
+def load_round(checkpoint: Path, process_index: int, device: "torch.device", is_offloaded: bool) -> dict[str, Any]:
     """Load the steps, advantages and weights of an unfinished round: tensors and numbers, no code."""
+    import torch
+
     # To the device at once, so that tensors shared by the images of a prompt stay shared. In several processes on CPU the
     # device is called "cpu:0", to which torch does not load
     location = "cpu" if is_offloaded or device.type == "cpu" else device
@@ -334,5 +345,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _saved_at(folder: Path) -> tuple[str, int]:
     # As recorded: a copy has other dates
+    from ..hub.settings import load_settings
+
     card = load_settings(folder)
     return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))
