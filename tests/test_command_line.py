@@ -89,7 +89,8 @@ class TestFiles:
         assert getattr(self.parse(tmp_path, text), name) == value
 
     def test_the_command_line_comes_first(self, tmp_path, capsys):
-        assert self.parse(tmp_path, "rewards: a", "--reward_funcs", "b", "c").rewards == ["b", "c"]
+        for text in ("rewards: a", "rewards: a\nreward_weights: null"):  # nothing is left out
+            assert self.parse(tmp_path, text, "--reward_funcs", "b", "c").rewards == ["b", "c"]
         assert capsys.readouterr().err == ""
         weighted = "rewards: {a: 0.5, b: 2}"
         for words, rewards, weights in (
@@ -194,6 +195,7 @@ class TestOptions:
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
             (["--seed", "-1", *DATA], "`seed`"),
+            ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--dataset_name", str(demo_prompts_path()), "--adapter", "no-adapter"], "no adapter 'no-adapter'"),
             (["--dataset_name", str(demo_prompts_path()), "--model_name_or_path", "lora"], "--adapter"),
@@ -318,8 +320,21 @@ class TestDescribedOptions:
         file = Path(parser_module.__file__).with_name("config_options.json")
         assert file.read_text() == config_options.text(), "`make options` writes it"
 
-    def test_nothing_that_takes_seconds_is_imported(self):
-        code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {AT_ONCE}: main(words.split())\n"
+    def test_nothing_that_takes_seconds_is_imported(self, tmp_path):
+        for name, content in (
+            ("p", b"a fox"),
+            ("blank", b"\n \n"),
+            ("latin", b"caf\xe9"),
+            ("utf16", "a".encode("utf-16")),
+        ):
+            (tmp_path / f"{name}.txt").write_bytes(content)
+        (tmp_path / "run" / "checkpoint-8").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoint-8" / "run.json").write_text('{"run": {}, "files": {}}')
+        words, run = f"--dataset_name {tmp_path}/", f"--output_dir {tmp_path}/run"
+        of_files = [f"{name} {words}{file}.txt" for name in ("grpo", "reward") for file in ("blank", "latin", "utf16")]
+        of_files += [f"{name} {words}p.txt {run}" for name in ("grpo", "nft", "reward")]
+        of_files.append(f"nft {words}p.txt --resume_from_checkpoint {tmp_path}/no")
+        code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {[*AT_ONCE, *of_files]}: main(words.split())\n"
         code += (
             "print(*({'torch', 'transformers', 'diffusers', 'trl', 'datasets', 'numpy'} & sys.modules.keys()), 'end')"
         )
@@ -327,9 +342,9 @@ class TestDescribedOptions:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "end"
         said = done.stderr.splitlines()
-        assert "Traceback" not in done.stderr and len([line for line in said if line.startswith("paco-trl ")]) == len(
-            WRONG
-        )
+        lines = [line for line in said if line.startswith("paco-trl ")]
+        assert "Traceback" not in done.stderr and len(lines) == len([*WRONG, *of_files])
+        assert "PACO_TRL_TRACEBACK" not in done.stderr and done.stderr.count("checkpoint-8 of an earlier run") == 3
 
     def test_the_help_is_short(self, capsys):
         for command in ("grpo", "nft", "reward", "doctor grpo"):
@@ -382,7 +397,7 @@ class TestErrors:
             assert main.answer("grpo", run) == 1
             said = capsys.readouterr().err
             assert said.startswith("paco-trl grpo: ") and said.count("\n") == 1
-            assert token in said and ("PACO_TRL_TRACEBACK=1" in said) == (not token.startswith("--"))
+            assert token in said and ("PACO_TRL_TRACEBACK=1" in said) == (not token.startswith(("--", "'flux")))
         # A library's, or a slip of ours, which no `raise` stands behind
         bugs: list[Callable] = [
             lambda: fail(ValueError("too many values")),

@@ -30,6 +30,7 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
+from .training import check_rerun_early, check_start, train_and_save
 
 
 def _fitting(defaults: dict[str, Any], hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +85,6 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
     from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
     from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-    from .training import check_start, train_and_save
 
     check_start(training_args, PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER)
     check_rewards(script_args)
@@ -115,7 +115,8 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
 def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco-trl grpo") -> int:
     """Run the command with the options of the config."""
     text = None if config == "PaCoNFTConfig" else __doc__
-    train(*parser_of(ScriptArguments, config, prog=prog, description=text).parse_args_and_config(arguments))
+    parser = parser_of(ScriptArguments, config, prog=prog, description=text, check_start=check_rerun_early)
+    train(*parser.parse_args_and_config(arguments))
     return 0
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, frames_of_cause, is_message_enough
-from ..utils.option_checks import OptionError
+from ..utils.errors import TRACEBACK, frames_of_cause, is_message_enough, is_of_options
 from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
@@ -82,7 +81,7 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_EXIT_DELAY)  # mostly the first process says the same, and the launcher then ends this one
         sys.stderr.write(frames)
-        say(command, f"{error}" if isinstance(error, OptionError) else f"{error} ({TRACEBACK}=1 shows the traceback.)")
+        say(command, f"{error}" if is_of_options(error) else f"{error} ({TRACEBACK}=1 shows the traceback.)")
         return 1
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":

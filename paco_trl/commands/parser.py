@@ -147,7 +147,8 @@ class CommandParser(argparse.ArgumentParser):
     `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `presets` returns
     defaults that depend on the options that are given, of which `known_presets` are all that there are; `foreign` names
     the options of a file that are not for this run, with the reason; and `check` yields what contradicts one another, for
-    the dataclasses and then also for the config, as `errors()` of a dataclass does. The fields `hidden` are not in the help.
+    the dataclasses and then also for the config, as `errors()` of a dataclass does; `check_start` raises what no other option
+    of a file mends. The fields `hidden` are not in the help.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class CommandParser(argparse.ArgumentParser):
         known_presets: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda options: [{}],
         foreign: Callable[[dict[str, Any]], dict[str, str]] = lambda options: {},
         check: Callable[..., Iterable[str]] = lambda *parsed: (),
+        check_start: Callable[..., None] = lambda *parsed: None,
         **kwargs,
     ):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
@@ -167,6 +169,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
         self.positional, self.is_launched, self.foreign, self.check = positional, is_launched, foreign, check
         self.presets, self.known_presets, self.shows_all = presets, known_presets, False
+        self.check_start = check_start
         self.errors: list[str] = []
         self.launching: dict[str, Any] = {}
         self.kinds: dict[type | str, dict[str, dict[str, Any]]] = {}
@@ -237,6 +240,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of ending the process: of several processes one says it."""
+        if "--resume_from_checkpoint: expected" in message:
+            message += ". Did you mean `--resume_from_checkpoint auto`?"
         refuse([*self.errors, message])
         raise ValueError(message)
 
@@ -274,6 +279,8 @@ class CommandParser(argparse.ArgumentParser):
         except ValueError:
             left_out |= (conflicts := self._settle(find, typed, defaults))
             parsed = self._build({name: defaults[name] for name in defaults if name not in conflicts} | typed, chosen)
+        built = {name: value for part in parsed for name, value in vars(part).items()}
+        left_out = {name: by for name, by in left_out.items() if in_file[name] != built.get(name, _UNSET)}
         for by in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
             listed = ", ".join(f"{name}={shorten(in_file[name])}" for name in left_out if left_out[name] == by)
             say(self.prog.removeprefix("paco-trl "), f"without {listed} of {recipe or 'the file'}, because of {by}.")
@@ -309,6 +316,7 @@ class CommandParser(argparse.ArgumentParser):
             refuse([*self.errors, *(error for error in early if not error.endswith("is required."))])
         left_out |= (conflicts := self._settle(lambda options: self._find_early(options, chosen), typed, defaults))
         defaults = {name: value for name, value in defaults.items() if name not in conflicts}
+        refuse(errors_of(lambda: self.check_start(*self._fill(defaults | typed, chosen))))
         if self.is_launched:
             launch(self.prog.split()[1:], [*args])
         return typed, defaults, in_file, left_out, chosen, recipe

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .parser import CommandParser, find_unused, option
 from .script_arguments import check_names
+from .training import check_rerun_early, check_start, train_and_save
 
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
     from ..hub.files import JUDGE_ADAPTER
     from ..utils.files import digest
     from ..utils.locks import take_lock
-    from .training import check_start, train_and_save
 
     check_start(training_args, JUDGE_ADAPTER)
     eval_dataset = None
@@ -157,5 +157,6 @@ def parser_of(*kinds: type, **kwargs) -> CommandParser:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    train(*parser_of(prog="paco-trl reward", description=__doc__).parse_args_and_config(arguments))
+    parser = parser_of(prog="paco-trl reward", description=__doc__, check_start=check_rerun_early)
+    train(*parser.parse_args_and_config(arguments))
     return 0

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..rewards.errors import named_error
-from ..utils.names import check_adapter_name, check_dataset_name, check_model_name
+from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
+from ..utils.text import read_text
 from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option
 
 
@@ -169,10 +170,17 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         )
 
 
+def _check_data(name: str) -> None:
+    check_dataset_name(name)
+    file = Path(name).expanduser()
+    # A large file is read once, when it is loaded
+    if file.is_file() and data_ending(file) in TEXT_DATA and file.stat().st_size < 1 << 20:
+        if not read_text(file).strip():
+            raise ValueError(f"'{name}' is empty: it has no rows. Check the path.")
+
+
 _NAMES = {
-    **dict.fromkeys(
-        ("dataset_name", "eval_dataset_name", "exclude_dataset_name", "train_dataset_name"), check_dataset_name
-    ),
+    **dict.fromkeys(("dataset_name", "eval_dataset_name", "exclude_dataset_name", "train_dataset_name"), _check_data),
     "model_name_or_path": check_model_name,
     "adapter": check_adapter_name,
 }

@@ -4,13 +4,25 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
-
-from peft import PeftModel
-from transformers import Trainer
+from typing import TYPE_CHECKING, Any
 
 from ..checkpointing.checkpoints import check_output_dir, check_rerun, find_checkpoint, how_to_resume
 from ..utils.processes import end_training
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def check_rerun_early(script_args: Any, args: Any) -> None:
+    """Refuse an output directory with a run that is not resumed, and a checkpoint that is none, before torch is imported."""
+    # Of several checkpoints the main process warns which are skipped; a process that is started again resumes
+    is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true")
+    if not is_latest and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        output_dir = args.output_dir or "trainer_output"  # as transformers
+        checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
+        if not args.overwrite_output_dir:
+            check_rerun(output_dir, checkpoint)
 
 
 def check_start(args: Any, published_files: Iterable[str]) -> None:
@@ -21,8 +33,10 @@ def check_start(args: Any, published_files: Iterable[str]) -> None:
         check_rerun(args.output_dir, checkpoint)
 
 
-def train_and_save(trainer: Trainer, dataset_name: str | None, images: str | None) -> None:
+def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:
     """Train, then save the model, or save and push it; Ctrl-C says how to resume."""
+    from peft import PeftModel
+
     args, started = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
     if started != trainer.accelerator.num_processes:
         raise ValueError(f"{started} processes would each train alone: without a GPU, add `--use_cpu`.")

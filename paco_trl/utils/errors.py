@@ -8,6 +8,8 @@ from opcode import opmap
 
 import yaml
 
+from .option_checks import OptionError
+
 
 TRACEBACK = "PACO_TRL_TRACEBACK"
 # Errors of files, the network, memory or disk, and of options that the user typed
@@ -26,7 +28,7 @@ def is_message_enough(error: BaseException) -> bool:
         return True
     if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
         return error.__cause__ is None or is_message_enough(error.__cause__)
-    return _is_raised_here(error)
+    return _is_raised_in(error, "paco_trl")
 
 
 def frames_of_cause(error: BaseException) -> str | None:
@@ -39,15 +41,20 @@ def frames_of_cause(error: BaseException) -> str | None:
     return "".join(traceback.format_exception(error.__cause__))
 
 
+def is_of_options(error: BaseException) -> bool:
+    """Tell whether an error is of words that the user typed: where it was raised says no more."""
+    return isinstance(error, ArgumentError | OptionError) or _is_raised_in(error, "paco_trl.commands")
+
+
 def _wants_traceback() -> bool:
     return os.environ.get(TRACEBACK, "0") != "0"
 
 
-def _is_raised_here(error: BaseException) -> bool:
+def _is_raised_in(error: BaseException, package: str) -> bool:
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    if step is None or str(step.tb_frame.f_globals.get("__package__")).partition(".")[0] != "paco_trl":
+    if step is None or not f"{step.tb_frame.f_globals.get('__package__')}.".startswith(f"{package}."):
         return False
     # Not a call or an unpacking that failed
     return step.tb_frame.f_code.co_code[step.tb_lasti] == opmap["RAISE_VARARGS"]
