@@ -177,6 +177,8 @@ class TestValues:
         ("settings", "message"),
         [
             ({"sde_steps": []}, "`sde_steps` is .*at least one step"),
+            ({"sde_steps": 1}, "`sde_steps` is 1; it must be a list"),
+            ({"height": "64"}, "`height` is '64'; it must be a whole number"),
             ({"sde_steps": [1, 1]}, r"`sde_steps` is \[1, 1\].*each once"),
             ({"sde_steps": [9]}, "`sde_steps` is .*from 0 to 8"),
             ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),
@@ -198,7 +200,7 @@ class TestValues:
             ({"num_train_epochs": 0}, "`num_train_epochs` 0; one must be above 0"),
             ({"report_to": ["wandb"]}, "wandb is not installed"),
             ({"report_to": "wandbb"}, "`report_to` has 'wandbb'.* wandb,"),
-            ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be at least 2"),
+            ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be a whole number"),
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
             ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "takes no options"),
             *(({name: 1.5}, f"`{name}` is 1.5; it must be a whole number") for name in (

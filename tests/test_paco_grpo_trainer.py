@@ -771,6 +771,8 @@ class TestBadInput:
     @pytest.mark.parametrize("config", [PaCoNFTConfig, dict])
     def test_settings_of_another_trainer(self, tmp_path, prompts, config):
         args = {} if config is dict else config(str(tmp_path), use_cpu=True, bf16=False)
+        with pytest.raises(TypeError, match="`model` is a NoneType; it must be"):
+            PaCoGRPOTrainer(model=None, reward_funcs=redness_reward)
         with pytest.raises(TypeError, match=f"`args` is a {config.__name__}; it must be a `PaCoGRPOConfig`"):
             PaCoGRPOTrainer(self.NOWHERE, redness_reward, args, prompts)
 

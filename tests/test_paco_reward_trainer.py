@@ -409,6 +409,8 @@ class TestAdapter:
             make_reward_trainer(peft_config=LoraConfig(r=3, **settings))
 
     def test_the_name_of_an_adapter(self, make_reward_trainer, tiny_qwen):
+        with pytest.raises(TypeError, match="`model` is a NoneType; it must be"):
+            PaCoRewardTrainer(model=None)
         with pytest.raises(TypeError, match="PeftModel.from_pretrained"):
             make_reward_trainer(tiny_qwen, peft_config="adapter")
 

@@ -123,6 +123,10 @@ def test_the_traceback_of_a_reward_is_its_own(make_trainer):
 
 
 class TestFunctions:
+    def test_names_are_for_the_command_line(self):
+        with pytest.raises(TypeError, match="'consistency': names are for `--rewards`"):
+            Rewards("consistency")
+
     @pytest.mark.parametrize("wrong", ["clip-reward", nn.Linear(2, 1), dict], ids=["an id", "a module", "a class"])
     def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):

@@ -66,6 +66,11 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty. Pass at least one reward.")
     for function in reward_funcs:
+        if isinstance(function, str):
+            raise TypeError(
+                f"A reward must be a callable, got {function!r}: names are for `--rewards` on the command line. Pass the "
+                "reward, such as `paco_trl.rewards.ConsistencyReward(...)`."
+            )
         if not callable(function) or isinstance(function, nn.Module | type):
             raise TypeError(
                 f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got {function!r}. "

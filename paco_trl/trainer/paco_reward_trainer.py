@@ -19,7 +19,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
-    AutoProcessor,
     BitsAndBytesConfig,
     PreTrainedModel,
     ProcessorMixin,
@@ -37,14 +36,13 @@ from ..hub.files import JUDGE_ADAPTER
 from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
-from ..rewards.paco_reward import decision_direction, decision_token_ids, scales_logits
+from ..rewards.paco_reward import PaCoReward, decision_direction, decision_token_ids, scales_logits
 from ..rollout.loading import base_model_name, check_lora_start, check_target_modules
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
 from ..utils.images import limit_pixels, pixel_limit, to_png
 from ..utils.locks import sole_writer
-from ..utils.names import check_model_name
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
@@ -256,6 +254,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     ):
         # 1. Checks without the model
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(model, str | PreTrainedModel | PeftModel):
+            kind = type(model).__name__
+            raise TypeError(f"`model` is a {kind}; it must be a Hub id, a directory, or a vision-language model.")
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
@@ -272,8 +273,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         init_kwargs |= args.model_init_kwargs or {}
         source = {"revision": init_kwargs.get("revision"), "trust_remote_code": args.trust_remote_code}
         if processing_class is None:
-            check_model_name(name)
-            processing_class = AutoProcessor.from_pretrained(name, **source)
+            processing_class = PaCoReward.load_processor(name, **source)
         processing_class = copy.deepcopy(processing_class)  # the caller's own keeps its size limit
         tokenizer = processing_class.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

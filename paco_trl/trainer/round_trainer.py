@@ -150,6 +150,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     ):
         # 1. Checks without the model
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(model, str | DiffusionPipeline):
+            raise TypeError(
+                f"`model` is a {type(model).__name__}; it must be a Hub id, a directory, or a `DiffusionPipeline`."
+            )
         if args is None:
             # A pipeline that was built in memory has no name
             name = model if isinstance(model, str) else model.name_or_path or type(model).__name__

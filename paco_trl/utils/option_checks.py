@@ -56,6 +56,7 @@ Ranges = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
+    (("sde_steps",), lambda v: isinstance(v, list | tuple | range), "a list of steps, such as [1]"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
     (("epsilon",), lambda v: v > 0, "above 0"),
@@ -396,6 +397,11 @@ def _out_of_range(
     args: SimpleNamespace, defaults: Mapping[str, Any], whole: Collection[str], ranges: Ranges
 ) -> Iterator[str]:
     """Find values out of range, and replace them by their defaults for what is checked next."""
+    for name in whole:
+        value, is_list = getattr(args, name), isinstance(getattr(args, name), list | tuple | range)
+        if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
+            yield f"`{name}` is {value!r}; it must be {'whole numbers' if is_list else 'a whole number'}."
+            setattr(args, name, defaults[name])
     for names, is_good, rule in ranges:
         for name in names:
             value = getattr(args, name)
@@ -406,11 +412,6 @@ def _out_of_range(
             if not fits:  # NaN is not either
                 yield f"`{name}` is {value!r}; it must be {rule}."
                 setattr(args, name, defaults[name])
-    for name in whole:
-        value, is_list = getattr(args, name), isinstance(getattr(args, name), list)
-        if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
-            yield f"`{name}` is {value!r}; it must be {'whole numbers' if is_list else 'a whole number'}."
-            setattr(args, name, defaults[name])
 
 
 def _common_errors(args: SimpleNamespace) -> Iterator[str]:
