@@ -14,6 +14,7 @@ import yaml
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
+from torch import nn
 from transformers import CLIPConfig
 
 import tiny_models
@@ -21,10 +22,17 @@ from paco_trl.commands import doctor, reward
 from paco_trl.commands.doctor_arguments import parser_for
 from paco_trl.commands.main import main
 from paco_trl.commands.parser import CommandParser
-from paco_trl.commands.script_arguments import ScriptArguments, check_rewards, fit_panel_options, get_peft_config
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    check_rewards,
+    fit_panel_options,
+    fit_reward_options,
+    get_peft_config,
+)
 from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan
 from paco_trl.planning.memory import USABLE
+from paco_trl.rewards import redness_reward
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
@@ -438,6 +446,15 @@ class TestTypedOptions:
         assert "--height" not in caplog.text
         fit_panel_options(*parsed[:2], sized, None)
         assert "`--height`, `--width` would do nothing" in caplog.text
+        parsed[1].offload_rewards = True  # by the recipe
+        fit_reward_options(*parsed[:2], [redness_reward, with_model := lambda **columns: None])
+        assert not parsed[1].offload_rewards
+        with_model.model, parsed[1].offload_rewards = nn.Linear(1, 1), True
+        fit_reward_options(*parsed[:2], [redness_reward, with_model])
+        assert parsed[1].offload_rewards
+        parsed[0].typed.add("offload_rewards")
+        fit_reward_options(*parsed[:2], [redness_reward])
+        assert parsed[1].offload_rewards  # the trainer says that it does nothing
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # by the launcher
         assert read("flux.1-dev-24gb", "--use_peft True")[0]["quantization"] is None
 

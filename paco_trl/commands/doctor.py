@@ -49,6 +49,7 @@ from .script_arguments import (
     check_judged,
     check_rewards,
     fit_panel_options,
+    fit_reward_options,
     get_peft_config,
     has_model,
     judges_of,
@@ -245,6 +246,7 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     functions = load_rewards(script_args)
     rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
+    fit_reward_options(script_args, args, [*functions, *(state.eval_reward_funcs or ())])
     if state.skips:  # the trainer, which says it, is not made
         offload_models(args, rewards)
     described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]

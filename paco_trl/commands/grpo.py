@@ -24,6 +24,7 @@ from .script_arguments import (
     check_options,
     check_rewards,
     fit_panel_options,
+    fit_reward_options,
     get_peft_config,
     load_eval_prompts,
     load_eval_rewards,
@@ -51,9 +52,9 @@ def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any])
     kwargs = options.get("model_init_kwargs") or {}
     kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
-    if "model_name_or_path" not in options and options.get("adapter"):
+    if "model_name_or_path" not in options and (adapter := options.get("adapter")):
         with suppress(ValueError):  # it does not say which it is for
-            model = read_adapter(options["adapter"]).model
+            model = read_adapter(adapter).model
     name = str(read_index(model, kwargs)["_class_name"])
     defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, options)
     if defaults and os.environ.get("RANK", "0") == "0":
@@ -97,6 +98,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
     peft_config = get_peft_config(script_args, training_args.model_init_kwargs)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)
+    fit_reward_options(script_args, training_args, [*reward_funcs, *(eval_reward_funcs or ())])
 
     trainer_class = PaCoNFTTrainer if isinstance(training_args, PaCoNFTConfig) else PaCoGRPOTrainer
     trainer = trainer_class(

@@ -179,7 +179,7 @@ def _check_data(name: str) -> None:
             raise ValueError(f"'{name}' is empty: it has no rows. Check the path.")
 
 
-_NAMES = {
+_NAMES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("dataset_name", "eval_dataset_name", "exclude_dataset_name", "train_dataset_name"), _check_data),
     "model_name_or_path": check_model_name,
     "adapter": check_adapter_name,
@@ -256,6 +256,14 @@ def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
     ]
     for text in find_unused(args, unused, "since each row has its own"):
         logger.warning(text)
+
+
+def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:
+    """Leave out a recipe's `offload_rewards` where no reward has a model in this process."""
+    from ..rewards.scoring import offloadable_models
+
+    if args.offload_rewards and "offload_rewards" not in script_args.typed:
+        args.offload_rewards = bool(offloadable_models(functions, args.device))
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> "Dataset":

@@ -152,8 +152,8 @@ def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, lis
     models = {group: offloadable_models(group.functions, args.device) for group in rewards}
     if not any(models.values()):
         logger.warning(
-            f"`offload_rewards` has nothing to offload: no reward or its `judge` has a `torch.nn.Module` on the CPU or on "
-            f"{args.device} as `model`."
+            "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, in "
+            "this process."
         )
     return models
 
