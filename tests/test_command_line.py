@@ -198,6 +198,12 @@ class TestOptions:
             ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--dataset_name", str(demo_prompts_path()), "--adapter", "no-adapter"], "no adapter 'no-adapter'"),
+            (["--dataset_name", str(demo_prompts_path()), "--adapter", "judge"], "is a judge, which generates"),
+            (["--dataset_name", "user/no-such-dataset"], "`HF_HUB_OFFLINE`"),
+            (
+                ["--dataset_name", str(demo_prompts_path()), "--rewards", "consistency", "--judge_model", "o-judg"],
+                "'o-judg': no file",
+            ),
             (["--dataset_name", str(demo_prompts_path()), "--model_name_or_path", "lora"], "--adapter"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py"], "`two.py:f`"),
             (
@@ -225,6 +231,10 @@ class TestOptions:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "lora").mkdir()
         (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+        (tmp_path / "judge").mkdir()
+        (tmp_path / "judge" / "adapter_config.json").write_text('{"base_model_name_or_path": "user/judge"}')
+        (tmp_path / "judge" / "adapter_model.safetensors").touch()
+        (tmp_path / "judge" / "paco_trl.json").write_text('{"kind": "judge"}')
         (tmp_path / "two.py").write_text("def f(**kwargs): pass\ndef g(**kwargs): pass\n")
         (tmp_path / "model").symlink_to(tiny_flux)
         common = f"--rewards redness --model_name_or_path {tiny_flux} --output_dir out --use_cpu --bf16 False".split()

@@ -194,6 +194,15 @@ def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters
         evaluate(*words, "--edits", False, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
 
 
+def test_adapters_of_two_models_are_evaluated_one_by_one(files, adapters, tiny_flux, tmp_path):
+    other = shutil.copytree(adapters["moved"], tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text()) | {"base_model_name_or_path": "makers/other"}
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    words = ["--dataset_name", files / "single.txt", "--adapter", adapters["moved"], other]
+    with pytest.raises(ValueError, match="one by one"):
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -33,6 +33,12 @@ def test_a_path_is_no_hub_id(loader, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+def test_a_name_without_an_owner_is_no_hub_id():
+    for name in ("judge", "adapter"):
+        with pytest.raises(FileNotFoundError, match="'o-judg': no file or directory, and no Hub id"):
+            LOADERS[name]("o-judg")
+
+
 @pytest.mark.parametrize("name", ["pipeline", "pipeline of a benchmark"])
 def test_a_hub_that_cannot_be_reached(name, tmp_path):
     with pytest.raises(ConnectionError, match=r"model makers/base \(`HF_HUB_OFFLINE` is set\).*Pass a directory"):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import launching
 from launching import CPU_DDP, CPU_ZERO3
-from paco_trl import PaCoReward
+from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
 from paco_trl.data.columns import column_types
@@ -125,6 +125,16 @@ def test_alone(alone, workspace):
     assert 0 < is_yes.sum() < 21
     assert evaluated["eval_p_yes/consistent"] == pytest.approx(np.array(scores)[is_yes].mean(), abs=1e-5)
     assert evaluated["eval_p_yes/inconsistent"] == pytest.approx(np.array(scores)[~is_yes].mean(), abs=1e-5)
+
+
+def test_a_pipeline_is_no_judge(workspace, tiny_flux, tmp_path):
+    words = ["--model_name_or_path", str(tiny_flux), "--dataset_name", "user/is-not-read"]
+    with pytest.raises(ValueError, match="is an image pipeline, no vision-language model"):
+        run_here(workspace, tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+    args = PaCoRewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="is no vision-language model"):
+        PaCoRewardTrainer(str(tiny_flux), args, pairs(2, 0))
 
 
 class TestData:

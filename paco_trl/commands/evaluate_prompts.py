@@ -50,7 +50,7 @@ from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import describe, model_files
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
-from ..utils.names import public_name
+from ..utils.names import OtherBaseError, public_name
 from ..utils.option_checks import check_panel_options, refuse
 from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
@@ -150,7 +150,12 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
     first = (
         read_adapter(adapters[0], model, **options) if adapters else read_pipeline(model or DEFAULT_MODEL, **options)
     )
-    more = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
+    try:
+        more = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
+    except OtherBaseError as error:
+        raise ValueError(
+            f"Adapters are compared on one base model, here '{first.model}', and one is of another. Evaluate them one by one."
+        ) from error
     tuned = [first, *more] if adapters else []
     systems = [replace(first, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in tuned]
     if is_buildable(first.model, first.hub_arguments, None):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ..utils.model_files import check_generates, split_adapter
 from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS
 from .main import say
 from .parser import CommandParser, config_options
@@ -53,6 +54,7 @@ def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any])
     kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
     model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
     if "model_name_or_path" not in options and (adapter := options.get("adapter")):
+        check_generates(adapter, split_adapter(adapter)[0])
         with suppress(ValueError):  # it does not say which it is for
             model = read_adapter(adapter).model
     name = str(read_index(model, kwargs)["_class_name"])

@@ -90,6 +90,8 @@ def load_pairs(
 def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[str]:
     """Find options for data of another kind."""
     yield from check_names(script_args)
+    if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
+        yield f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, which a judge is made of."
     if script_args.load_in_4bit and script_args.load_in_8bit:
         yield "`--load_in_4bit` and `--load_in_8bit` exclude each other."
     if script_args.eval_split is not None and script_args.dataset_split is None:

@@ -115,6 +115,11 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
                 return builder.as_dataset()
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"'{path}' cannot be read: {error}. Name a file or directory, or load it once with a connection (without "
+            "`HF_HUB_OFFLINE`): it is then in the cache."
+        ) from error
     except (DatasetGenerationError, ValueError) as error:
         if not str(error).startswith("Config name is missing"):
             raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error

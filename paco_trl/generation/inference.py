@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -23,7 +23,14 @@ from ..rollout import FAMILIES, family_of
 from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
 from ..utils.files import read_record
 from ..utils.fingerprint import file_digest, model_files
-from ..utils.model_files import find_adapter_file, find_model_file, models_near, peft_folder, split_adapter
+from ..utils.model_files import (
+    check_generates,
+    find_adapter_file,
+    find_model_file,
+    models_near,
+    peft_folder,
+    split_adapter,
+)
 from ..utils.names import check_adapter_base, is_local, is_same_model
 from ..utils.placement import cpu_memory, to_cpu
 from ..utils.quantization import QUANTIZATIONS, pipeline_quantization_config
@@ -245,9 +252,9 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
         peft = _find_peft(name)
         parent, file = split_adapter(name)
         folder = peft or (parent if file in (None, "pytorch_lora_weights.safetensors") else None)
-    card = load_settings(folder) if folder else None
-    if card is not None and not isinstance(card, ImageModelCard):
-        raise ValueError(f"'{name}' is a judge, which generates no images. `PaCoReward.from_pretrained` loads it.")
+    if folder:
+        check_generates(name, folder)
+    card = cast(ImageModelCard | None, load_settings(folder) if folder else None)
     base = _find_base(name, folder, card) if model is None else model
     of_base = None
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):

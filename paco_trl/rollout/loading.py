@@ -39,7 +39,7 @@ from trl import ModelConfig
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import reading
-from ..utils.model_files import find_adapter_file, hub_arguments, peft_folder
+from ..utils.model_files import check_generates, find_adapter_file, hub_arguments, peft_folder
 from ..utils.names import check_adapter_base, check_model_name
 from ..utils.quantization import describe_quantization, pipeline_quantization_config
 from . import (
@@ -319,6 +319,7 @@ def _read_adapter(
             f"The adapter '{adapter}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
             "its weights. Name the directory that has both files."
         )
+    check_generates(adapter, folder)
     with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
         config = PeftConfig.from_pretrained(folder)
         config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .files import read_record
 from .names import check_adapter_name, check_model_name, is_local
 
 
@@ -68,6 +69,12 @@ def peft_folder(adapter: str) -> str | None:
         patterns = [f"{subfolder}/{name}" for name in (_PEFT_WEIGHTS, "*.json", "*.jinja")]
         return os.path.join(snapshot_download(folder, allow_patterns=patterns), subfolder)
     return folder
+
+
+def check_generates(adapter: str, folder: str) -> None:
+    """Refuse an adapter of a judge, whose `paco_trl.json` is in `folder`, a directory or Hub id."""
+    if read_record(find_model_file(folder, "paco_trl.json") or "").get("kind") == "judge":
+        raise ValueError(f"'{adapter}' is a judge, which generates no images. `PaCoReward.from_pretrained` loads it.")
 
 
 def split_adapter(adapter: str) -> tuple[str, str | None]:

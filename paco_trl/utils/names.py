@@ -43,10 +43,10 @@ def check_dataset_name(name: str | Path | None) -> None:
         raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
-def check_adapter_name(name: str) -> None:
-    """Refuse the path of an adapter that is not there, and what is no Hub id either."""
+def check_adapter_name(name: str, kind: str = "adapter") -> None:
+    """Refuse the path of an adapter, or of another `kind`, that is not there, and what is no Hub id either."""
     if not os.path.exists(name) and (is_local(name) or "/" not in name):
-        raise FileNotFoundError(f"There is no adapter '{name}': no file or directory, and no Hub id, `user/name`.")
+        raise FileNotFoundError(f"There is no {kind} '{name}': no file or directory, and no Hub id, `user/name`.")
 
 
 def check_model_name(name: str | Path) -> None:
@@ -91,11 +91,15 @@ def is_same_model(first: str, second: str) -> bool:
     return names[0].lower() == names[1].lower()
 
 
+class OtherBaseError(ValueError):
+    """An adapter that was made for another model."""
+
+
 def check_adapter_base(adapter: str, named: str | None, base: str | None) -> None:
     """Refuse an adapter that was made for another model. It would load where the architectures are the same."""
     if not named or not base or is_same_model(named, base):
         return
-    raise ValueError(
+    raise OtherBaseError(
         f"The adapter '{adapter}' was made for '{named}', not for '{base}'. Pass `--model_name_or_path {named}`, or its path. "
         "If both are one model, change `base_model_name_or_path` in a copy of the adapter."
     )
