@@ -203,7 +203,9 @@ class TestMetrics:
             return [sum(value > other for other in values) / (num_generations - 1) for value in values]
 
         with pytest.raises(ValueError, match="'above_others' compares .* `num_generations_eval` is 1"):
-            make(model="nowhere", eval_reward_funcs=[redness_reward, above_others])
+            make(model="nowhere", eval_reward_funcs=[redness_reward, above_others], eval_on_start=True)
+        with pytest.raises(ValueError, match="`num_generations_eval` is 1"):
+            make(eval_reward_funcs=above_others).evaluate()
         metrics = make(eval_reward_funcs=above_others, num_generations_eval=2).evaluate()
         assert metrics["eval_rewards/above_others/mean"] == 0.5
 

@@ -182,6 +182,13 @@ def index_alone(folder: Path) -> Path:
     return folder / "pipeline"
 
 
+def config_alone(folder: Path) -> Path:
+    """A judge that cannot be loaded."""
+    plant(folder, "judge/config.json")
+    (folder / "judge" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    return folder / "judge"
+
+
 class TestStart:
     """Before a model is loaded: there is none."""
 
@@ -190,7 +197,8 @@ class TestStart:
     def start(self, kind: str, folder: Path, *words: str) -> int:
         (folder.parent / "p.txt").write_text("a fox\na hare\n")
         data = [] if kind == "reward" else ["--dataset_name", str(folder.parent / "p.txt")]
-        words = ("--model_name_or_path", str(index_alone(folder.parent)), *words)
+        model = config_alone(folder.parent) if kind == "reward" else index_alone(folder.parent)
+        words = ("--model_name_or_path", str(model), *words)
         return main([kind, "--output_dir", str(folder), "--use_cpu", *data, *words])
 
     @pytest.mark.parametrize("kind", KINDS)

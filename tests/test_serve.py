@@ -145,12 +145,12 @@ class TestMain:
         command = [sys.executable, "-m", "paco_trl.commands.main", "serve", "--vllm", str(stand_in)]
         environment = {**os.environ, "VLLM_API_KEY": KEY}
         options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
-        command += ["--model_name_or_path", "judge", "--", "--max-num-seqs", "2"]
+        command += ["--model_name_or_path", "user/judge", "--", "--max-num-seqs", "2"]
         with subprocess.Popen(command, **options) as process:
             started = json.loads(process.stdout.readline())
             words = started["arguments"]
             assert started["pid"] == process.pid
-            assert words[:2] == ["serve", "judge"] and words[-2:] == ["--max-num-seqs", "2"]
+            assert words[:2] == ["serve", "user/judge"] and words[-2:] == ["--max-num-seqs", "2"]
             assert started["PATH"].split(os.pathsep)[0] == str(stand_in.parent)
             assert KEY not in str(words)
             process.send_signal(signal.SIGTERM)

@@ -495,11 +495,12 @@ def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     from peft import LoraConfig
 
-    from ..rollout.loading import read_peft_config
+    from ..rollout.loading import check_image_adapter, read_peft_config
 
     if not script_args.use_peft:
         return None
     if script_args.adapter is not None:
+        check_image_adapter(script_args.adapter)
         existing = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"

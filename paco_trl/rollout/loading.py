@@ -307,6 +307,12 @@ def read_peft_config(
     return _read_adapter(peft_config, model, **hub_arguments(model_init_kwargs or {}))[0]
 
 
+def check_image_adapter(adapter: str) -> None:
+    """Refuse the adapter of a judge."""
+    if (folder := peft_folder(adapter)) is not None:
+        check_generates(adapter, folder)
+
+
 def _read_adapter(
     adapter: str, model: "str | DiffusionPipeline", **hub_arguments: Any
 ) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
@@ -319,7 +325,6 @@ def _read_adapter(
             f"The adapter '{adapter}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
             "its weights. Name the directory that has both files."
         )
-    check_generates(adapter, folder)
     with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
         config = PeftConfig.from_pretrained(folder)
         config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
@@ -345,6 +350,8 @@ def check_peft_config(
 ) -> LoraConfig | str:
     """Refuse an adapter that cannot be trained or saved, or is of another model; return it without TRL's defaults."""
     peft_config = os.fspath(peft_config) if isinstance(peft_config, os.PathLike) else peft_config
+    if isinstance(peft_config, str):
+        check_image_adapter(peft_config)
     adapter, peft_config = peft_config, read_peft_config(peft_config, model, model_init_kwargs)
     if not isinstance(peft_config, LoraConfig) or peft_config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(f"`peft_config` is a {type(peft_config).__name__}; it must be a `peft.LoraConfig`.")

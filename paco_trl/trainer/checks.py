@@ -65,7 +65,8 @@ def check_eval_datasets(
     if datasets:
         names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`
         check_best_metric(args, names, eval_dataset if isinstance(eval_dataset, dict) else (), logged)
-        rewards.check_group_size(args.num_generations_eval, "num_generations_eval")
+        if args.eval_strategy != "no" or args.eval_on_start:
+            rewards.check_group_size(args.num_generations_eval, "num_generations_eval")
     rows = []
     for name, dataset in datasets.items():
         check_is_dataset(dataset, "eval_dataset" if dataset is eval_dataset else f"eval_dataset[{name!r}]")

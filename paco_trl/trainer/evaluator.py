@@ -89,6 +89,7 @@ class Evaluator:
         """
         args, policy, accelerator = self.args, self.policy, self.policy.accelerator
         generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)
+        self.rewards.check_group_size(generations, "num_generations_eval")
         round = self._plan_round(rows)
         local_batches = round.batches[accelerator.process_index]
         artifacts, pictures, measured = [], [], []
