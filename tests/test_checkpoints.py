@@ -25,6 +25,7 @@ from paco_trl.checkpointing.checkpoints import (
     delete_run,
     drop_old_checkpoints,
     find_checkpoint,
+    how_to_resume,
     incomplete_files,
     load_round,
     publish,
@@ -61,7 +62,15 @@ def test_all_is_on_the_disk_before_it_is_visible(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_staged_whole", [True, False])
-@pytest.mark.parametrize("read", [checkpoints_of, clear_staging, lambda folder: find_checkpoint(folder, "auto")])
+@pytest.mark.parametrize(
+    "read",
+    [
+        checkpoints_of,
+        clear_staging,
+        lambda folder: find_checkpoint(folder, "auto"),
+        lambda folder: find_checkpoint(folder, str(folder / "checkpoint-2")),
+    ],
+)
 def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatch, read, is_staged_whole):
     checkpoint, rename = make(tmp_path, 2), os.replace
     (checkpoint / "notes.txt").write_text("mine")
@@ -92,6 +101,25 @@ def test_an_error_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatc
         patch.setattr(os, "replace", lambda *paths: renames.pop(0)(*paths))
         write_checkpoint(tmp_path, 2, Accelerator(cpu=True), True, RUN, lambda folder: (folder / "weights").touch())
     assert not renames and not incomplete_files(checkpoint) and not (tmp_path / ".saving").exists()
+
+
+def test_copies_that_cannot_be_put_back_stay(tmp_path, monkeypatch, caplog):
+    checkpoint, rename = make(tmp_path, 2), os.replace
+    fails = lambda *_: os.stat(tmp_path / "gone")  # noqa: E731
+    renames = [rename, fails, fails]
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError):
+        patch.setattr(os, "replace", lambda *paths: renames.pop(0)(*paths))
+        write_checkpoint(tmp_path, 2, Accelerator(cpu=True), True, RUN, lambda folder: (folder / "weights").touch())
+    checkpoint.mkdir()  # by another program
+    (checkpoint / "notes.txt").touch()
+    clear_staging(tmp_path)
+    assert "Move that away" in caplog.text and find_checkpoint(tmp_path, "auto") is None
+    assert how_to_resume(tmp_path) == "Nothing is saved."
+    (checkpoint / "notes.txt").rename(tmp_path / "notes.txt")
+    checkpoint.rmdir()
+    assert find_checkpoint(tmp_path, True) == checkpoint and not incomplete_files(checkpoint)
+    (make(tmp_path, 9) / "weights").unlink()
+    assert str(checkpoint) in how_to_resume(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no list"])

@@ -44,9 +44,15 @@ def _warn(message: str) -> None:
 
 def clear_staging(output_dir: str | Path) -> None:
     """Delete the staging folders of a run that was killed while it saved. Only the run that writes there may call it."""
-    _restore_replaced(Path(output_dir))
     folder = Path(output_dir) / STAGING
-    if folder.is_dir():
+    with suppress(OSError):
+        _restore_replaced(Path(output_dir))
+    if replaced := _replaced(Path(output_dir)):
+        names = ", ".join(path.name for path in replaced)
+        _warn(
+            f"'{folder}' keeps {names} of a run that was stopped: something incomplete is in its place. Move that away."
+        )
+    elif folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
             _warn(f"An earlier run was stopped while saving {unfinished}: the unfinished files are deleted.")
         shutil.rmtree(folder)
@@ -76,13 +82,14 @@ def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
 def _replaced(folder: Path) -> dict[Path, Path]:
     """Find checkpoints that a kill between the two renames of `publish` has left in the staging folder alone."""
     replaced = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
-    return {checkpoint: path for checkpoint, path in replaced.items() if not checkpoint.exists()}
+    return {checkpoint: path for checkpoint, path in replaced.items() if incomplete_files(checkpoint)}
 
 
 def _restore_replaced(folder: Path) -> None:
     for checkpoint, replaced in _replaced(folder).items():
         staged = replaced.with_name(checkpoint.name)
         os.replace(replaced if incomplete_files(staged) else staged, checkpoint)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sync(*paths: Path) -> None:
@@ -144,6 +151,8 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     if not requested:
         return None
     is_named = requested is not True and requested != "auto"
+    if is_named and not Path(str(requested)).exists():
+        checkpoints_of(Path(str(requested)).parent)  # puts back what a kill has left aside
     for checkpoint in [Path(str(requested))] if is_named else checkpoints_of(output_dir):
         if not (broken := incomplete_files(checkpoint)):
             return checkpoint
@@ -163,9 +172,10 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
 
 def how_to_resume(output_dir: str | Path) -> str:
     """Say how to resume a run that has stopped, if anything is saved."""
-    if not (checkpoints := checkpoints_of(output_dir)):
+    complete = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
+    if not complete:
         return "Nothing is saved."
-    return f"Rerun with `--resume_from_checkpoint auto` to resume from '{checkpoints[0]}'."
+    return f"Rerun with `--resume_from_checkpoint auto` to resume from '{complete[0]}'."
 
 
 def read_run(checkpoint: str | Path) -> dict:
@@ -290,7 +300,8 @@ def write_checkpoint(
             if should_save:
                 with suppress(OSError):
                     _restore_replaced(Path(output_dir))
-                shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
+                if not _replaced(Path(output_dir)):  # else it has the only complete copies
+                    shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Make "
                 "room and resume (`resume_from_checkpoint=True`)."
