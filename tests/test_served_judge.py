@@ -24,7 +24,7 @@ from judge_server import JudgeServer, LoopClock, pictures_of
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, theme_question
 from paco_trl.data.questions import plain_question
-from paco_trl.rewards import Answer, JudgeUnavailableError, ServedJudge, yes_probability
+from paco_trl.rewards import Answer, ConsistencyReward, JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.judge import _read_score
 from paco_trl.utils.chat import _event_loop
 from paco_trl.utils.images import load_image
@@ -496,7 +496,10 @@ def test_images_have_multiples_of_the_served_models_patches(
                 assert np.array_equal(np.asarray(sent), np.asarray(load_image(image, patch_size, "")))
         is_known = any(root in folders for root in roots.values())
         assert judge.find_patch_size() == patch_size and ("patch size" in caplog.text) != is_known
-        assert judge.question == ("Do they match?" if patch_size == 16 else None)  # which it was trained on
+        question = "Do they match?" if patch_size == 16 else None  # which it was trained on
+        assert judge.question == question
+        reward = ConsistencyReward(make_judge(server, **({} if is_checked else {"patch_size": 14})))
+        assert reward.question == (question or "theme") and ("cannot be read here" in caplog.text) != is_known
 
 
 def test_a_client_of_another_process_is_refused(make_judge, monkeypatch):

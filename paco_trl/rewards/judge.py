@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from PIL import Image
@@ -253,6 +253,7 @@ class ServedJudge:
         self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._reported: set[str] = set()  # kinds of failures that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
+        self._is_model_read = False
         self.question: str | None = None  # the one that it was trained on, if the server names its model
 
     def check(self, scale: int | None = None) -> None:
@@ -298,6 +299,11 @@ class ServedJudge:
         """Return the patch size of the model's vision tower, and ask the server for its model if it is not known."""
         return self._client.run(self._find_patch_size())
 
+    def find_question(self) -> str | None:
+        """Return the question that the judge was trained on, if it was one alone, and ask the server for its model."""
+        self.find_patch_size()
+        return self.question
+
     def close(self) -> None:
         """Close the connections. The judge cannot be queried afterwards."""
         self._client.close()
@@ -331,13 +337,14 @@ class ServedJudge:
             ) from None
 
     async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
-        """Return the patch size, and set it to that of the model that the server names, or of its base if it is an adapter."""
+        """Return the patch size; first read it and the question of training of the model that the server names."""
         async with self._finding:
-            if self.patch_size is None:
-                self.patch_size = await self._ask_patch_size(models)
-        return self.patch_size
+            if not self._is_model_read:
+                await self._read_model(models)
+                self._is_model_read = True
+        return cast(int, self.patch_size)
 
-    async def _ask_patch_size(self, models: dict[str, Any] | None) -> int:
+    async def _read_model(self, models: dict[str, Any] | None) -> None:
         try:
             async with asyncio.timeout(self.time_budget):
                 models = await self._client.list_models() if models is None else models
@@ -349,16 +356,27 @@ class ServedJudge:
         listed = (entry, models.get(str(getattr(entry, "parent", None))))
         named = [getattr(model, "root", None) or model.id for model in listed if model is not None]
         roots = [root for root in named if "/" in root]  # a Hub id, or a path
-        for root in roots:
-            with suppress(OSError, ValueError, ImportError):
-                self.question = self.question or await asyncio.to_thread(question_of, root)
-                return await asyncio.to_thread(_read_patch_size, root)
+        is_read = False
+        for root in roots:  # of an adapter, then of its base
+            if not is_read:
+                with suppress(OSError):
+                    self.question = await asyncio.to_thread(_read_question, root)
+                    is_read = True
+            if self.patch_size is None:
+                with suppress(OSError, ValueError, ImportError):
+                    self.patch_size = await asyncio.to_thread(_read_patch_size, root)
+        if not is_read:
+            logger.warning(
+                f"Whether {self.name} was trained on one question cannot be read here. Pass `question` if it was."
+            )
+        if self.patch_size is not None:
+            return
+        self.patch_size = 14
         model = " and ".join(map(repr, roots)) or "its model, which the server does not name,"
         logger.warning(
             f"The patch size of {self.name} is taken to be 14, that of Qwen2.5-VL: the processor of {model} cannot be read "
             "here. If it has another one, images are resized twice: serve the model by its Hub id, or pass `patch_size`."
         )
-        return 14
 
     async def _query_all(
         self,
@@ -450,7 +468,18 @@ class ServedJudge:
 
 def question_of(model: str, **hub_kwargs) -> str | None:
     """Return the question that was saved with a judge, if all pairs that it was trained on had the same."""
-    path = find_model_file(model, "paco_trl.json", _raise_exceptions_for_connection_errors=False, **hub_kwargs)
+    try:
+        return _read_question(model, **hub_kwargs)
+    except OSError as error:
+        logger.warning(
+            f"Whether the judge '{model}' was trained on one question cannot be read here ({str(error).splitlines()[0]}). "
+            "Pass `question` if it was."
+        )
+        return None
+
+
+def _read_question(model: str, **hub_kwargs: Any) -> str | None:
+    path = find_model_file(model, "paco_trl.json", **hub_kwargs)
     settings = read_record(path).get("settings") if path else None
     question = settings.get("question") if isinstance(settings, dict) else None
     return question if is_text(question) else None

@@ -107,8 +107,10 @@ class JudgedReward:
     def _warn_of(self, asked: str) -> None:
         """Warn of a judge that was trained on one question alone, and is asked another."""
         if (trained := getattr(self.judge, "question", None)) not in (None, asked):
+            named = {"theme": "about themes", "criteria": "about criteria"}
+            asked = named.get(asked, asked if asked.startswith("about ") else repr(asked))
             logger.warning(
-                f"The reward '{self.__name__}' asks the judge {asked!r}, but it was trained on {trained!r}."
+                f"The reward '{self.__name__}' asks the judge {asked}, but it was trained on the one question {trained!r}."
             )
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
@@ -230,6 +232,8 @@ class ConsistencyReward(JudgedReward):
                 f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
             )
         super().__init__(model, base_url, **kwargs)
+        if question is None and isinstance(self.judge, ServedJudge):
+            self.judge.find_question()
         self.question = question or getattr(self.judge, "question", None) or "theme"
         self._warn_of(self.question)
         self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
