@@ -4,6 +4,7 @@
 import inspect
 import logging
 import shutil
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation.grids import generate_grids, plan_batches
-from paco_trl.generation.image_files import is_flat, plain_prompt_arguments
+from paco_trl.generation.image_files import encoding_ahead, is_flat, plain_prompt_arguments
 from paco_trl.rollout import keyed_generator
 from paco_trl.utils.stage_folder import StageFolder
 
@@ -172,6 +173,24 @@ class TestGrids:
         assert files(tmp_path / "ahead") == files(tmp_path / "each")
         # The negative prompt of a call of its own comes with the first image, and is kept
         assert len([*groupby(order)]) == 2
+
+    def test_what_is_encoded_ahead_and_how_often(self):
+        """Of a pipeline that passes the prompt by its position, also with a negative prompt for each row."""
+
+        class Pipeline:
+            turns = SimpleNamespace(device=torch.device("cpu"))
+
+            def encode_prompt(self, prompt, device, negative_prompt=None):
+                texts.append((prompt, negative_prompt))
+                truncations["cut"] += prompt == "b"
+                return torch.tensor([float(len(texts))])
+
+        for negatives, expected in ((["-"] * 4, 3), (list("wxyz"), 3 + 3)):
+            pipeline, texts, truncations = Pipeline(), list[tuple](), Counter[str]()
+            with encoding_ahead(pipeline, ["a", "b", "b", "c"], truncations):
+                found = [pipeline.encode_prompt(p, None, n) for p, n in zip("abbc", negatives, strict=True)]
+            assert len(texts) == expected and truncations["cut"] == 2
+            assert (found[1] == found[2]) == (negatives[0] == "-")
 
     @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
     def test_the_first_image_of_a_set_is_the_source_of_the_others(self, folder_of, model, flux, tmp_path):

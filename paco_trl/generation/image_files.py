@@ -91,8 +91,14 @@ def negative_prompts_of(
 
 
 @contextmanager
-def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]]) -> Iterator[None]:
-    """Where text encoders and transformer take turns, let the pipeline encode many prompts that are `coming` in a turn."""
+def encoding_ahead(
+    pipeline: "DiffusionPipeline", coming: list[str | list[str]], truncations: Counter[str]
+) -> Iterator[None]:
+    """
+    Where text encoders and transformer take turns, let the pipeline encode many prompts that are `coming` in a turn.
+
+    `truncations` counts a prompt as often as it is used, as without turns.
+    """
     from accelerate.utils import send_to_device
 
     turns, encode = (getattr(pipeline, name, None) for name in ("turns", "encode_prompt"))
@@ -100,21 +106,25 @@ def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]])
         yield
         return
     ahead, negatives, start = dict[str, Any](), dict[str, Any](), 0
+    signature, settings = inspect.signature(encode), set[str]()
 
-    def encode_ahead(**arguments: Any) -> Any:
+    def encode_ahead(*args: Any, **kwargs: Any) -> Any:
         nonlocal start
-        if not all(map(_is_plain, arguments.values())):  # such as source images
-            return encode(**arguments)
+        arguments = signature.bind(*args, **kwargs).arguments  # many pipelines pass the prompt by its position
+        if "prompt" not in arguments or not all(map(_is_plain, arguments.values())):  # such as source images
+            return encode(*args, **kwargs)
 
         def key(prompt: str | list[str]) -> str:
             return repr(arguments | {"prompt": prompt})
 
         prompt = arguments["prompt"]
+        settings.add(key(""))
         if key(prompt) not in ahead | negatives:
             cache, new = ahead, [prompt]
             if prompt in coming[start:]:
                 start = coming.index(prompt, start)
-                new = coming[start : start + _PROMPTS_AHEAD]
+                # With a negative prompt for each row, what comes has other arguments
+                new = coming[start : start + _PROMPTS_AHEAD] if len(settings) == 1 else new
             else:  # a negative one
                 cache = negatives
             if cache is ahead or len(negatives) == _PROMPTS_AHEAD:
@@ -122,8 +132,13 @@ def encoding_ahead(pipeline: "DiffusionPipeline", coming: list[str | list[str]])
             for text in new:
                 if key(text) not in cache:
                     given = copy.deepcopy(arguments | {"prompt": text})  # Z-Image writes its template into the lists
-                    cache[key(text)] = send_to_device(encode(**given), "cpu")
-        return send_to_device((ahead | negatives)[key(prompt)], turns.device)
+                    before = truncations.copy()
+                    encoded = send_to_device(encode(**given), "cpu")
+                    cache[key(text)] = encoded, truncations - before
+                    truncations.subtract(truncations - before)
+        encoded, truncated = (ahead | negatives)[key(prompt)]
+        truncations.update(truncated)
+        return send_to_device(encoded, turns.device)
 
     pipeline.encode_prompt = encode_ahead
     try:
@@ -174,7 +189,7 @@ def generate_missing(
     bar = tqdm(call_numbers, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
     coming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
-    with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, coming):
+    with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, coming, truncations):
         for call_number in bar:
             images = generate(call_number)
             for name in names[call_number]:

@@ -93,8 +93,13 @@ class LoadingSpec:
         """Adapter, LoRA or transformer of the base, with a digest of its weights, for records."""
         if (adapter := self.adapter or self.lora) is not None:
             return {"adapter": adapter, "adapter_weights": file_digest(find_adapter_file(adapter))}
-        files = None if self.transformer is None else model_files(os.path.join(self.transformer, "transformer"))
-        return {} if self.transformer is None else {"adapter": self.transformer, "adapter_weights": files or ""}
+        if self.transformer is None:
+            return {}
+        folder = self.transformer
+        if not is_local(folder):  # which loading downloads too
+            folder = snapshot_download(folder, allow_patterns=["transformer/*.json", "transformer/*.safetensors"])
+        digest = model_files(os.path.join(folder, "transformer"))
+        return {"adapter": self.transformer, "adapter_weights": digest or ""}
 
     def load_pipeline(self) -> DiffusionPipeline:
         """Load the pipeline without the `adapter`, on the CPU unless it is quantized on a device."""

@@ -18,7 +18,7 @@ def readable_model(model: str, folder: str) -> str:
     """Return a model, or where its configs cannot be read, a folder in `folder` with those that the package has of it."""
     known = yaml.safe_load(read_template("known_models.yaml")).get(model)
     with suppress(OSError):  # a gated model, for one
-        if known is None or find_model_file(model, next(iter(known))) is not None:
+        if known is None or all(find_model_file(model, name) is not None for name in known):
             return model
     path = Path(folder) / model
     for name, content in known.items():
