@@ -197,6 +197,16 @@ class TestOptions:
             (["--seed", "-1", *DATA], "`seed`"),
             ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
+            (["--model_init_kwargs", "[1]", *DATA], "by name"),
+            (["--jit_checkpoint_signals", "SIGKILL", *DATA], "'SIGKILL'"),
+            (
+                ["--dataset_name", "./no.csv", "--eval_dataset_name", "./nor.csv", "--eval_strategy", "steps"],
+                "./no.csv",
+            ),
+            (
+                ["--dataset_name", "./no.csv", "--eval_dataset_name", "./nor.csv", "--eval_strategy", "steps"],
+                "./nor.csv",
+            ),
             (["--dataset_name", str(demo_prompts_path()), "--adapter", "no-adapter"], "no adapter 'no-adapter'"),
             (["--dataset_name", str(demo_prompts_path()), "--adapter", "judge"], "is a judge, which generates"),
             (["--dataset_name", "user/no-such-dataset"], "`HF_HUB_OFFLINE`"),
@@ -242,6 +252,21 @@ class TestOptions:
         shown = capsys.readouterr().err
         assert code == 2 or code == 1 and shown.startswith("paco-trl grpo: ")
         assert named in shown and "Traceback" not in shown and not (tmp_path / "out").exists()
+
+    def test_a_wrong_value_in_a_file_is_no_contradiction(self, tiny_flux, tmp_path):
+        """Without the typed `--sde_steps` another error would hide this one."""
+        (tmp_path / "a.yaml").write_text("scale_rewards: nosuch\n")
+        words = ["--config", str(tmp_path / "a.yaml"), "--num_inference_steps", "2", "--sde_steps", "0", "--use_cpu"]
+        words += ["--bf16", "False", "--model_name_or_path", str(tiny_flux)]
+        with pytest.raises(ValueError, match="`scale_rewards` is 'nosuch'"):
+            parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
+                [*words, "--output_dir", str(tmp_path / "o"), *DATA]
+            )
+        (tmp_path / "a.yaml").write_text("scale_rewards: false\n")
+        _, args = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
+            [*words, "--output_dir", str(tmp_path / "o"), *DATA]
+        )
+        assert args.scale_rewards == "none"
 
     @pytest.mark.parametrize(
         ("words", "tokens"),

@@ -199,6 +199,8 @@ class TestValues:
             ({"max_steps": 0}, "`max_steps` is 0.*above 0"),
             ({"num_train_epochs": 0}, "`num_train_epochs` 0; one must be above 0"),
             ({"report_to": ["wandb"]}, "wandb is not installed"),
+            ({"height": None}, "`height` is None"),
+            ({"model_init_kwargs": ["a"]}, "by name"),
             ({"report_to": "wandbb"}, "`report_to` has 'wandbb'.* wandb,"),
             ({"num_inference_steps": "many"}, "`num_inference_steps` is 'many'; it must be a whole number"),
             ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),

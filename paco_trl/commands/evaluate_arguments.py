@@ -149,8 +149,8 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
         yield from find_unused_reward_options(self)
         if len({*self.folders}) < len(self.folders):
             yield (
-                f"`--adapter` is {', '.join(self.adapter or ())}: results go to directories of its last name, of which two are "
-                "the same, or `base`. Use another `--output_dir` for some."
+                f"`--adapter` is {', '.join(self.adapter or ())}: two systems would write to one directory, since it has the "
+                "last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`."
             )
 
 

@@ -305,6 +305,9 @@ class CommandParser(argparse.ArgumentParser):
         self.errors = []
         typed, in_file = self._parse(words), self._read(config, recipe)
         self.launching = {name: typed.get(name, config.get(name)) for name in ("num_processes", "accelerate_config")}
+        if not str(count := self.launching["num_processes"] or 1).isdigit():
+            self.errors.append(f"`num_processes` is {count!r}; it must be a whole number.")
+            self.launching["num_processes"] = None
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if recipe else {})
         left_out = {name: f"`--{by}`" for by in typed for name in replaced.get(by, ()) if in_file.get(name) != "steps"}
         left_out |= self.foreign(in_file)
@@ -386,10 +389,18 @@ class CommandParser(argparse.ArgumentParser):
         what is wrong otherwise.
         """
 
-        def masked(typed: dict[str, Any], defaults: dict[str, Any]) -> dict[str, str]:
-            return {_VALUES.sub("", error): error for error in find(defaults | typed)}
+        def masked(typed: dict[str, Any], defaults: dict[str, Any]) -> dict[str, list[str]]:
+            errors: dict[str, list[str]] = {}
+            for error in find(defaults | typed):
+                errors.setdefault(_VALUES.sub("", error), []).append(error)
+            return errors
 
-        conflicts, left, refused = {}, defaults, {}
+        def is_cause(name: str) -> bool:
+            """Tell whether an error goes without a typed option, and not because another one hides it."""
+            trial = masked(_without(typed, name), left)
+            return text not in trial and trial.keys() <= errors.keys() | refused.keys()
+
+        conflicts, left, refused = {}, defaults, dict[str, list[str]]()
         # Without `--use_cpu` the machine refuses other things
         needed = {"use_cpu", *(action.dest for action in self.required)}
         logging.disable(logging.WARNING)  # of each trial
@@ -397,14 +408,14 @@ class CommandParser(argparse.ArgumentParser):
             while errors := {text: error for text, error in masked(typed, left).items() if text not in refused}:
                 text = next(iter(errors))
                 words = [name for name in typed if name not in needed]
-                by = next((name for name in words if text not in masked(_without(typed, name), left)), None)
+                by = next(filter(is_cause, words), None)
                 from_file = [name for name in left if name not in typed]
                 name = next((name for name in from_file if text not in masked(typed, _without(left, name))), None)
                 if by is None or name is None:
                     refused[text] = errors[text]
                 else:
                     conflicts[name], left = f"`--{by}`", _without(left, name)
-            refuse(refused.values())
+            refuse(error for same in refused.values() for error in same)
             for name in list(conflicts):  # what only seemed to be in the way
                 if not masked(typed, left | {name: defaults[name]}):
                     del conflicts[name]

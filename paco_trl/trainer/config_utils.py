@@ -80,9 +80,11 @@ def name_checkpointing(config: TrainingArguments) -> None:
 
 def check_trackers(args: Any) -> None:
     """Refuse a tracker that there is not, or that is not installed."""
+    if args.report_to is None:
+        args.report_to = "none"
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
-    for name in {*trackers} - {None, "all", "none"} - available:
+    for name in {*trackers} - {"all", "none"} - available:
         if name in INTEGRATION_TO_CALLBACK:
             raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
         raise ValueError(

@@ -16,7 +16,7 @@ from ..rewards.aggregation import AGGREGATION_METHODS
 from ..rollout.loading import check_attention_backend, quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, RoundSizes, image_errors, refuse, round_sizes
+from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, RoundSizes, image_errors, refuse, round_sizes, to_scale
 from ..utils.quantization import QUANTIZATIONS
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -320,6 +320,7 @@ class PaCoGRPOConfig(GRPOConfig):
     plot_curves: bool = True
 
     def __post_init__(self):
+        self.scale_rewards: Any = to_scale(self.scale_rewards)
         self._check_values()
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             self.metric_for_best_model: Any = "reward"

@@ -47,7 +47,7 @@ _NFT_ALTERNATIVES = {
 }
 _AT_LEAST_ONE = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
-    "num_generations_eval", "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
+    "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
     "num_iterations", "per_device_rollout_batch_size", "num_inference_steps_eval",
 )  # fmt: skip
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
@@ -56,6 +56,7 @@ Ranges = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
+    (("num_generations_eval",), lambda v: v is None or v >= 1, "at least 1"),
     (("sde_steps",), lambda v: isinstance(v, list | tuple | range), "a list of steps, such as [1]"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
@@ -121,8 +122,14 @@ def image_errors(
     `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
     args = SimpleNamespace(**vars(config))
+    args.scale_rewards = to_scale(args.scale_rewards)
     errors = [*_value_errors(args, defaults, unsupported, losses, whole)]
     yield from errors or _size_errors(args, losses == NFT_LOSSES)
+
+
+def to_scale(scale_rewards: Any) -> Any:
+    """Return `scale_rewards` with the words of a command line or a file as truth values."""
+    return {"true": True, "false": False}.get(str(scale_rewards).lower(), scale_rewards)
 
 
 def _value_errors(
@@ -406,7 +413,7 @@ def _out_of_range(
         for name in names:
             value = getattr(args, name)
             try:
-                fits = is_good(value)
+                fits = is_good(value) and (value is not None or names is not _AT_LEAST_ONE or defaults[name] is None)
             except (TypeError, ValueError):  # a value of another type, or None
                 fits = False
             if not fits:  # NaN is not either
@@ -422,16 +429,20 @@ def _common_errors(args: SimpleNamespace) -> Iterator[str]:
     for name in _TRACKERS & {*trackers}:
         if find_spec(name) is None:
             yield f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {name}`."
-    for name in {*args.jit_checkpoint_signals} - {*signal.Signals.__members__}:
-        yield f"`jit_checkpoint_signals` has {name!r}, which is no signal, such as 'SIGTERM'."
+    for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
+        yield f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         yield "The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3."
-    if isinstance(kwargs := args.model_init_kwargs or {}, str):  # typed on a command line
-        yield from (
-            f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
-            for error in errors_of(json.loads, kwargs)
-        )
-    if "torch_dtype" in kwargs:
+    kwargs = args.model_init_kwargs or {}
+    if isinstance(kwargs, str):  # typed on a command line
+        try:
+            kwargs = json.loads(kwargs)
+        except ValueError as error:
+            yield f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
+            kwargs = {}
+    if not isinstance(kwargs, dict):
+        yield f'`model_init_kwargs` is {kwargs!r}; it must be arguments by name, as JSON `{{"revision": "main"}}`.'
+    elif "torch_dtype" in kwargs:
         yield "`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`."
     for name in ("seed", "data_seed"):
         if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's

@@ -1042,7 +1042,7 @@ SEPARATE_SETS = [
         ("chosen = {*typed} if recipe else {*typed, *in_file}", "chosen = {*typed, *in_file}"),
         ("chosen = {*typed} if recipe else {*typed, *in_file}", "chosen = {*typed}"),
         ("if not masked(typed, left | {name: defaults[name]}):", "if False:"),
-        ('return {_VALUES.sub("", error): error', "return {error: error"),
+        ('errors.setdefault(_VALUES.sub("", error), [])', "errors.setdefault(error, [])"),
         ("if name in in_file and name not in typed}", "if name in in_file}"),
         ('if options.get("reward_weights") is not None:', "if False:"),
         ('"rewards": ("reward_weights", "reward_required"),', ""),
