@@ -14,7 +14,7 @@ name=${repository##*/}
 
 # 1. Train: 20 rounds of nine sets of images in 16 versions, which a judge of consistency and CLIP score
 paco-trl grpo --config flux.2-klein-4b-24gb --dataset_name demo --dataset_split "train[:18]" \
-    --output_dir "$name" --resume_from_checkpoint auto "${@:2}"
+    --output_dir "$name" --resume_from_checkpoint auto --push_to_hub True --hub_model_id "$repository" "${@:2}"
 
 # 2. Evaluate: base model and adapter from the same noise, on prompts that it was not trained on
 paco-trl evaluate prompts --adapter "$name" --dataset_name demo --dataset_split "train[18:]" \
@@ -23,7 +23,9 @@ paco-trl evaluate prompts --adapter "$name" --dataset_name demo --dataset_split 
 
 # 3. Publish: the adapter with its card, then a Space that shows both models side by side
 paco-trl push "$name" --hub_model_id "$repository"
-paco-trl space "$repository" --output_dir "$name-space"
+if [ ! -e "$name-space/app.py" ]; then
+    paco-trl space "$repository" --output_dir "$name-space"
+fi
 hf upload "$repository-space" "$name-space" --repo-type space
 
 echo "Done in $((SECONDS / 60)) min. Before and after: $name-evaluation/$name/report.html"

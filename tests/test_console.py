@@ -65,6 +65,14 @@ def test_the_columns_that_fit(lines, columns, names, left_out):
     assert row[:2] == ["2/2400", "-0.01235"] and ("|ratio-1|" in left_out or row[1 + len(names)] == "1.2e-05")
 
 
+def test_rewards_of_nearly_one_name(lines):
+    logs = {**values_of("clip", value=0.3), **values_of("clip_reward", value=0.9)}
+    head, row = lines([logs])
+    assert head.split()[1:3] == ["clip", "clip_reward"] and row.split()[1:3] == ["0.3", "0.9"]
+    evaluation = {f"eval_{name}": value for name, value in logs.items() if name.endswith("mean")}
+    assert lines([evaluation])[0].endswith("eval_clip 0.3, eval_clip_reward 0.9")
+
+
 def test_a_column_that_is_new_or_gone(lines):
     first, second = values_of("clip_t"), values_of("clip_t", "ocr")
     shown = lines([first, first, second, {"loss": 0.1, "rewards/clip_t/mean": 1.0}, *[second] * 30])

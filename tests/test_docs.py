@@ -101,7 +101,7 @@ class TestSnippets:
             assert (tmp_path / "tiny-judge" / name).exists()
         same, other = map(float, re.search(r"same color: (\S+), other color: (\S+)", printed).groups())
         assert other < 0.2 < 0.8 < same
-        assert "ratio 1.0" in printed  # of the page that docs/families.md writes from scratch
+        assert "ratio 1.0" in printed  # of the family that docs/add_a_family.md writes from scratch
         assert (tmp_path / "paco-edit" / "pytorch_lora_weights.safetensors").exists()
 
     def test_the_commands_of_the_speedrun_are_those_of_its_script(self):

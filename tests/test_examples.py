@@ -196,6 +196,7 @@ def test_the_speedrun(tiny_qwen, tiny_clip, folder_of, tmp_path):
         command = ["bash", ROOT / "examples/speedrun.sh", "tester/my-klein", *short.split()]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        assert "--push_to_hub" in called[0]  # so that a token that may not write is refused first
         assert [words[:2] for words in called] == [
             ["paco-trl", "grpo"], ["paco-trl", "evaluate"], ["paco-trl", "push"], ["paco-trl", "space"], ["hf", "upload"],
         ]  # fmt: skip

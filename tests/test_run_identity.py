@@ -399,6 +399,12 @@ class Other(Own):
         return [-value for value in super().__call__(prompts, completions, **kwargs)]
 
 
+class Scaled(Own):
+    def __init__(self, scale: float):
+        super().__init__()
+        self._scale = scale
+
+
 class TestDescriptions:
     def test_a_judge(self, tiny_qwen, tmp_path):
         other = build_tiny_qwen2_5_vl(tmp_path / tiny_qwen.name, seed=1)
@@ -449,9 +455,10 @@ class TestDescriptions:
         assert describe_code(Own()) == describe_code(Own()) != describe_code(Own(seed=1))
         assert describe_code(Own().__call__) == describe_code(Own())
         assert "secret" not in str(describe_code(Own()))
-        stricter, private = Own(), Own()
-        stricter.threshold, private._threshold = 0.3, 0.3
-        assert describe_code(Own()) not in (describe_code(stricter), describe_code(private))
+        stricter, counting = Own(), Own()
+        stricter.threshold, counting._calls = 0.3, 7
+        assert describe_code(stricter) != describe_code(Own()) == describe_code(counting)
+        assert describe_code(Scaled(1)) == describe_code(Scaled(1)) != describe_code(Scaled(2))
         for values in (
             [np.arange(9), np.arange(9) + 1],
             [noise(0), noise(1)],

@@ -22,7 +22,7 @@ WORKFLOWS = {path.name: yaml.safe_load(path.read_text("utf-8")) for path in (ROO
 # These need GitHub, PyPI's account or Docker
 ELSEWHERE = {
     "uv pip install --python .venv/bin/python --requirements .github/upstream.txt",
-    "uv pip install --python .venv/bin/python mlflow-skinny comet_ml",
+    'uv pip install --python .venv/bin/python mlflow-skinny comet_ml "swanlab<0.8"',
     "uv publish --trusted-publishing always",
     "docker build --file docker/train.Dockerfile --tag paco-trl .",
     "docker run --rm paco-trl paco-trl env",

@@ -35,6 +35,7 @@ from paco_trl.planning import plan_memory
 from paco_trl.planning.memory import fake_weights
 from paco_trl.rollout import family_of
 from paco_trl.trainer.round_trainer import RoundTrainer
+from paco_trl.utils.files import write_atomically
 from phases import Phases
 
 
@@ -78,7 +79,7 @@ def train(words: list[str], report: Path) -> None:
 
     def save_and_write(*args, **kwargs) -> None:
         save(*args, **kwargs)
-        report.write_text(json.dumps(phases.found), encoding="utf-8")
+        write_atomically(report, json.dumps(phases.found), durable=False)  # after which the process may be killed
 
     RoundTrainer._save_checkpoint = save_and_write  # type: ignore[method-assign]
     if code := commands.main(words):
@@ -136,7 +137,7 @@ def load(model: Path, adapter: Path, report: Path) -> None:
 
 
 def run(*words: str | Path, killed_at: Path | None = None) -> float:
-    """Run a part in a new process, and return its seconds; kill it when a folder appears."""
+    """Run a part in a new process, and return its seconds; kill it when a file appears."""
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, __file__, *map(str, words)], start_new_session=True)
     while process.poll() is None:
@@ -168,18 +169,17 @@ def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
     """Rehearse a recipe with a model, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     words = words_of(recipe, model, folder, options)
-    report = folder / "part.json"
-    read = lambda: json.loads(report.read_text(encoding="utf-8"))  # noqa: E731
-    run("plan", report, *words)
-    planned = read()
-    seconds = {"until the first checkpoint": run("train", report, *words, killed_at=folder / "run" / "checkpoint-1")}
-    first = read() if report.stat().st_mtime else {}
-    seconds["resumed, to the end"] = run("train", report, *words, "--resume_from_checkpoint", "auto")
-    resumed = read()
+    reports = {part: folder / f"{part}.json" for part in ("plan", "train", "resume", "load")}
+    read = lambda part: json.loads(reports[part].read_text(encoding="utf-8"))  # noqa: E731
+    run("plan", reports["plan"], *words)
+    planned = read("plan")
+    # Its report is written behind its first checkpoint
+    seconds = {"until the first checkpoint": run("train", reports["train"], *words, killed_at=reports["train"])}
+    seconds["resumed, to the end"] = run("train", reports["resume"], *words, "--resume_from_checkpoint", "auto")
     log = json.loads((folder / "run" / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))[
         "log_history"
     ]
-    seconds["loaded by diffusers and PEFT"] = run("load", report, model, folder / "run")
+    seconds["loaded by diffusers and PEFT"] = run("load", reports["load"], model, folder / "run")
     return {
         "recipe": recipe,
         "date": datetime.now(UTC).date().isoformat(),
@@ -195,9 +195,9 @@ def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
             }
             for name, phase in planned["phases"].items()
         },
-        "measured, until it was killed": in_gib(first),
-        "measured, resumed": in_gib(resumed),
-        "adapter": read(),
+        "measured, until it was killed": in_gib(read("train")),
+        "measured, resumed": in_gib(read("resume")),
+        "adapter": read("load"),
         "log": [
             {name: value for name, value in entry.items() if not isinstance(value, float) or value == value}
             for entry in log
@@ -223,7 +223,7 @@ def main() -> None:
     name = settings["model_name_or_path"].split("/")[1]
     args.folder.mkdir(parents=True, exist_ok=True)
     model = build_model(name, args.folder / name, args.tokenizers)
-    report = rehearse(args.recipe, model, args.folder / args.recipe, options)
+    report = rehearse(args.recipe, model, args.folder / f"{args.recipe}-{datetime.now(UTC):%Y%m%d-%H%M%S}", options)
     output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{output} has the report.")

@@ -155,7 +155,9 @@ def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset
     filled = [part for part in slices if part.from_ < part.to]  # `select` refuses a slice beyond the end
     if not filled:
         if count := sum(lengths[name] for name in {part.splitname for part in slices}):
-            raise ValueError(f"The split {split!r} of '{path}' is empty: it has {count} row{'s' * (count > 1)}.")
+            raise ValueError(
+                f"The split {split!r} takes no row of '{path}', which has {count} of them. Choose another slice."
+            )
         raise ValueError(f"'{path}' has no rows (split {split!r}). Add some, or choose another file or split.")
     dataset = concatenate_datasets([parts[part.splitname].select(range(part.from_, part.to)) for part in filled])
     if dataset.builder_name == "csv" and "__index_level_0__" in dataset.column_names:

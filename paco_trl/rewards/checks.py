@@ -44,8 +44,8 @@ class RewardFunction(Protocol):
         missing_score_reason (`str` or `None`):
             Why the last `None` was returned, for messages.
         fingerprint (`Any`):
-            What else its values depend on: a run that is resumed notices a change, as it does of attributes with plain
-            values.
+            What else its values depend on: a resumed run notices a change, as it does of attributes with plain values,
+            and of private ones that are named after an argument (`_threshold`).
 
     A parameter named `num_generations`, as in TRL an argument of each call, says that it compares the images of a prompt:
     it gets all of them in one call.

@@ -73,7 +73,7 @@ class Rewards:
         if compared and num_generations < 2:
             raise ValueError(
                 f"The reward '{compared[0]}' compares the images of a prompt (`num_generations` among its parameters), but "
-                f"`{option}` is {num_generations}. Set it to at least 2, or leave the reward out."
+                f"`{option}` is {num_generations}. Set it to at least 2, or evaluate by other rewards."
             )
 
     @cached_property

@@ -153,8 +153,8 @@ def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, lis
     models = {group: offloadable_models(group.functions, args.device) for group in rewards}
     if not any(models.values()):
         logger.warning(
-            "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, in "
-            "this process."
+            "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, that "
+            f"this process may move between the CPU and {args.device}."
         )
     return models
 

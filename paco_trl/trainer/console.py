@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,7 +78,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
         rewards = {
             match[1]: value for name, value in logs.items() if (match := re.fullmatch(r"rewards/(.+)/mean", name))
         }
-        values = {name.removesuffix("_reward"): f"{value:.4g}" for name, value in rewards.items()}
+        values = {_label(name, rewards): f"{value:.4g}" for name, value in rewards.items()}
         if ratios := [value for name, value in logs.items() if name.startswith("ratio_deviation")]:
             values[_RATIO] = f"{max(ratios):.1e}"
         elif _RATIO not in self._labels:  # which a step that trains no image lacks
@@ -139,6 +139,11 @@ def _fit(labels: Iterable[str], columns: int) -> dict[str, int]:
     return {label: width for label, width in widths.items() if label in rewards or label in metrics}
 
 
+def _label(name: str, names: Collection[str]) -> str:
+    """Leave out the end of a reward's name, unless another one has that name."""
+    return name if (short := name.removesuffix("_reward")) in names else short
+
+
 def _shortened(label: str, width: int) -> str:
     """Cut a long label in its middle: names often differ at their ends."""
     return label if len(label) <= width else f"{label[: width // 2]}…{label[width // 2 + 1 - width :]}"
@@ -155,7 +160,10 @@ def _describe(step: int, logs: dict[str, Any]) -> str:
     parts = []
     for name in means or losses or [name for name in logs if name != "epoch"]:
         before = logs.get(f"{name.removesuffix('mean')}baseline") if means else None
-        label = name.replace("rewards/", "").removesuffix("/mean").removesuffix("_reward").replace("_decision_", "_")
+        label = name.replace("_decision_", "_")
+        if means:
+            labels = [other.replace("rewards/", "").removesuffix("/mean") for other in means]
+            label = _label(label.replace("rewards/", "").removesuffix("/mean"), labels)
         value = f"{logs[name]:.4g}" if isinstance(logs[name], float) else logs[name]
         parts.append(f"{label} {value}" + ("" if before is None else f" (untrained {before:.4g})"))
     return f"Step {step}: {', '.join(parts)}"

@@ -53,7 +53,7 @@ class PushesToHub(Trainer):
         repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
         try:
             if base_model is not None:
-                base_license(base_model, online=True, token=api.token)  # cached for the checkpoints
+                base_license(base_model, online=True, token=api.token)  # remembered for the checkpoints
             repo_id = prepare_repository(api, repo_id, private, args.hub_revision, base_model, self.published_files)
         except ConnectionError as error:
             known = remembered_repository(args.output_dir)

@@ -36,9 +36,8 @@ def quantization_config(name: str, dtype: torch.dtype, library: str = "transform
         try:
             DiffusersAutoQuantizer.from_config(config).validate_environment()
         except (RuntimeError, ImportError) as error:
-            raise ValueError(
-                f"`quantization` is {name!r}, which diffusers refuses here: {error} Set 'int8', or None."
-            ) from error
+            advice = "Set 'int8', or None." if name == "nf4" else "Set None if that cannot be."
+            raise ValueError(f"`quantization` is {name!r}, which diffusers refuses here: {error} {advice}") from error
     return config
 
 

@@ -125,5 +125,6 @@ class StageFolder:
     def load(self) -> Dataset | DatasetDict:
         """Load the result; raise a `FileNotFoundError` if the stage is not finished."""
         if not self.is_done:
-            raise FileNotFoundError(f"No result in {self.path}: stage {self.path.name!r} is not finished. Run it.")
+            stage = "panels" if self.path.name == "instances" else self.path.name  # which writes both
+            raise FileNotFoundError(f"No result in {self.path}: stage {stage!r} is not finished. Run it.")
         return load_from_disk(str(self._dataset))
