@@ -7,7 +7,8 @@ Rehearse a recipe at full size on a CPU: the real configs with random weights, b
 The model is built once (`build_model.py`). Then `paco-trl grpo --config RECIPE` trains it on small images, with few
 prompts and steps, in a process whose own memory is measured by phase. The process is killed after its first checkpoint. A
 second one resumes it, ends the training and evaluates it, and a third one loads the saved adapter by diffusers and by
-PEFT, which must generate the same. What is measured is written as JSON beside the plan of the same run.
+PEFT, and compares what they generate: in bf16 they round differently. What is measured is written as JSON beside the
+plan of the same run.
 """
 
 import argparse
