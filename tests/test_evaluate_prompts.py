@@ -164,7 +164,7 @@ def test_edits_are_shown_with_their_sources(tmp_path, column):
     "words, error",
     [
         (["--rewards", "consistency", "--judge_model", "/none"], "row 0"),
-        (["--adapter", "user/a", "user/a"], "of its last name"),
+        (["--adapter", "user/a", "user/a"], "the last part of a name"),
         (["--rewards", "consistency", "--judge_model", "MODEL", "--dataset_name", "SETS"], "no vision-language model"),
         (["--rewards", "redness=0.5"], "`rewards` has weights"),
         (["--rewards", "redness", "--judge_url", "http://a/v1"], "--judge_url"),

@@ -319,7 +319,7 @@ class TestWhatItSays:
         assert ConsistencyReward(PaCoReward.from_pretrained(tiny_qwen, device="cpu")).model_name == tiny_qwen.name
         nameless = SimpleNamespace(name="http://10.1.2.3:8000/v1", score=lambda images, prompts: [0.5] * len(images))
         assert ConsistencyReward(nameless).model_name is None
-        text = str(card_of(make_trainer(reward_funcs=[ConsistencyReward(served), custom])))
+        text = str(card_of(make_trainer(reward_funcs=[ConsistencyReward(served, question="theme"), custom])))
         assert "| consistency | 1 | paco-reward |" in text and "10.1.2.3" not in text
         assert "| custom | 1 | own |" in text and "/home/me" not in text
 

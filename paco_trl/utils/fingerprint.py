@@ -158,9 +158,10 @@ def describe_code(scorer: Any) -> dict[str, Any]:
     if not code.__module__ or not code.__module__.startswith("paco_trl."):  # as a digest: one may be a secret
         left_out = () if package_class is None else HARMLESS_IN_SCORERS
         # A private attribute is a setting if an argument has its name; others may count calls, or hold what was loaded
-        given = inspect.signature(type(scorer)).parameters
-        names = [name for name in attributes if not name.startswith("_") or name.lstrip("_") in given]
-        names = [name for name in names if name not in left_out]
+        names = [name for name in attributes if not name.startswith("_") and name not in left_out]
+        with suppress(ValueError):  # a class written in C may have no signature
+            parameters = inspect.signature(type(scorer)).parameters
+            names += [name for name in attributes if name.startswith("_") and name.lstrip("_") in parameters]
         values = {name: attributes[name] for name in names if _is_plain(attributes[name])}
         description |= {"attributes": digest(describe(values))[:16]} if values else {}
     for name, value in attributes.items():
