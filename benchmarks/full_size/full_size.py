@@ -13,11 +13,7 @@ plan of the same run.
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,21 +27,21 @@ from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from build_model import build_model
+from full_size_judge import JUDGE, build_judge, rehearse_judge
 from paco_trl.commands import main as commands
 from paco_trl.planning import plan_memory
 from paco_trl.planning.memory import fake_weights
 from paco_trl.rollout import family_of
 from paco_trl.trainer.round_trainer import RoundTrainer
 from paco_trl.utils.files import write_atomically
-from phases import Phases
+from phases import GIB, Phases, in_gib, run_part
 
 
-GIB = 2**30
 RECIPES = Path(commands.__file__).parents[1] / "recipes"
 # Small images, few of them, and few steps; on a CPU no judge is loaded beside the model
 OPTIONS = {
     "dataset_name": "demo", "height": 128, "width": 128,
-    "resolution_scale": 0.5, "num_generations": 2, "num_prompts_per_generation": 2, "per_device_train_batch_size": 2,
+    "resolution_scale": 0.5, "num_generations": 2, "num_prompts_per_generation": 1, "per_device_train_batch_size": 1,
     "num_inference_steps": 3, "tail_steps": None, "num_inference_steps_eval": 2, "num_generations_eval": 1, "max_steps": 2,
     "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "use_cpu": True, "logging_steps": 1,
 }  # fmt: skip
@@ -137,50 +133,25 @@ def load(model: Path, adapter: Path, report: Path) -> None:
 # ---- The rehearsal ----
 
 
-def run(*words: str | Path, killed_at: Path | None = None) -> float:
-    """Run a part in a new process, and return its seconds; kill it when a file appears."""
-    started = time.monotonic()
-    process = subprocess.Popen([sys.executable, __file__, *map(str, words)], start_new_session=True)
-    while process.poll() is None:
-        time.sleep(0.2)
-        if killed_at is not None and killed_at.exists():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return time.monotonic() - started
-    if process.returncode != 0:
-        raise SystemExit(f"The part {words[0]!r} ended with code {process.returncode}.")
-    if killed_at is not None:
-        raise SystemExit(f"The part {words[0]!r} has ended without {killed_at}.")
-    return time.monotonic() - started
-
-
-def in_gib(found: dict[str, dict]) -> dict[str, dict]:
-    """Round phases for a report."""
-    return {
-        name: {
-            "peak, GiB": round(phase["peak"] / GIB, 2),
-            "seconds": round(phase["seconds"], 1),
-            "count": phase["count"],
-        }
-        for name, phase in found.items()
-    }
-
-
 def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> dict:
     """Rehearse a recipe with a model, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     words = words_of(recipe, model, folder, options)
     reports = {part: folder / f"{part}.json" for part in ("plan", "train", "resume", "load")}
     read = lambda part: json.loads(reports[part].read_text(encoding="utf-8"))  # noqa: E731
-    run("plan", reports["plan"], *words)
+    run_part(__file__, "plan", reports["plan"], *words)
     planned = read("plan")
     # Its report is written behind its first checkpoint
-    seconds = {"until the first checkpoint": run("train", reports["train"], *words, killed_at=reports["train"])}
-    seconds["resumed, to the end"] = run("train", reports["resume"], *words, "--resume_from_checkpoint", "auto")
+    seconds = {
+        "until the first checkpoint": run_part(__file__, "train", reports["train"], *words, killed_at=reports["train"])
+    }
+    seconds["resumed, to the end"] = run_part(
+        __file__, "train", reports["resume"], *words, "--resume_from_checkpoint", "auto"
+    )
     log = json.loads((folder / "run" / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))[
         "log_history"
     ]
-    seconds["loaded by diffusers and PEFT"] = run("load", reports["load"], model, folder / "run")
+    seconds["loaded by diffusers and PEFT"] = run_part(__file__, "load", reports["load"], model, folder / "run")
     return {
         "recipe": recipe,
         "date": datetime.now(UTC).date().isoformat(),
@@ -223,8 +194,11 @@ def main() -> None:
     settings = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
     name = settings["model_name_or_path"].split("/")[1]
     args.folder.mkdir(parents=True, exist_ok=True)
-    model = build_model(name, args.folder / name, args.tokenizers)
-    report = rehearse(args.recipe, model, args.folder / f"{args.recipe}-{datetime.now(UTC):%Y%m%d-%H%M%S}", options)
+    runs = args.folder / f"{args.recipe}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if settings["model_name_or_path"] == JUDGE:
+        report = rehearse_judge(args.recipe, build_judge(args.folder / name, args.tokenizers), runs, options)
+    else:
+        report = rehearse(args.recipe, build_model(name, args.folder / name, args.tokenizers), runs, options)
     output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{output} has the report.")

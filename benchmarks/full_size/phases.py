@@ -2,6 +2,10 @@
 """Memory and seconds of a training by phase, in the process that trains: its own memory, not the files that it maps."""
 
 import functools
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,38 @@ from paco_trl.rollout.encoder import PromptEncoder
 from paco_trl.rollout.pipeline_policy import PipelinePolicy
 from paco_trl.trainer import round_trainer
 from paco_trl.trainer.round_trainer import RoundTrainer
+
+
+GIB = 2**30
+
+
+def run_part(script: str | Path, *words: str | Path, killed_at: Path | None = None) -> float:
+    """Run a part of a script in a new process, and return its seconds; kill it when a file appears."""
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, str(script), *map(str, words)], start_new_session=True)
+    while process.poll() is None:
+        time.sleep(0.2)
+        if killed_at is not None and killed_at.exists():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return time.monotonic() - started
+    if process.returncode != 0:
+        raise SystemExit(f"The part {words[0]!r} ended with code {process.returncode}.")
+    if killed_at is not None:
+        raise SystemExit(f"The part {words[0]!r} has ended without {killed_at}.")
+    return time.monotonic() - started
+
+
+def in_gib(phases: dict[str, dict]) -> dict[str, dict]:
+    """Round phases for a report."""
+    return {
+        name: {
+            "peak, GiB": round(phase["peak"] / GIB, 2),
+            "seconds": round(phase["seconds"], 1),
+            "count": phase["count"],
+        }
+        for name, phase in phases.items()
+    }
 
 
 def own_memory() -> int:
