@@ -14,6 +14,7 @@ from paco_trl.data import (
     convert_t2is,
     criteria_dict,
     demo_prompts_path,
+    find_lost_panels,
     join_grid,
     load_image_set_prompts,
     panel_size,
@@ -397,3 +398,16 @@ class TestGrids:
     def test_size_that_does_not_divide(self, height, width, rows, cols):
         with pytest.raises(ValueError, match="grid"):
             split_grid(Image.new("RGB", (width, height)), rows, cols)
+
+
+def test_panels_that_a_model_does_not_read_to_the_end():
+    prompt, _, texts = write_prompt("2x2", MARKERS["2x2"])
+    starts = [prompt.index(text) for text in texts]
+
+    def lost(length: int) -> list[int]:
+        return find_lost_panels(prompt, lambda text: len(text) > length)
+
+    assert lost(len(prompt)) == [] and lost(len(prompt) - 1) == [4]
+    assert lost(starts[3]) == [4] and lost(starts[2] + 3) == [3, 4] and lost(10) == [1, 2, 3, 4]
+    assert lost(starts[2] + len(texts[2])) == [4]  # the third is read to its last character
+    assert find_lost_panels("A hat.", lambda text: True) == []

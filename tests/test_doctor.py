@@ -23,6 +23,7 @@ from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
 from paco_trl.commands.sample_generator import SampleGenerator
+from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
@@ -37,9 +38,10 @@ SETTINGS = {
     "report_to": "none", "use_cpu": True, "bf16": False, "lora_r": 4, "lora_alpha": 8, "disable_tqdm": True,
 }  # fmt: skip
 HEALTHY = dict.fromkeys([
-    "versions", "configuration", "output directory", "hub", "data", "rewards", "model and adapter", "memory",
+    "versions", "configuration", "output directory", "hub", "data", "rewards", "model and adapter", "prompt lengths", "memory",
     "noise-free image", "ratio", "reward redness_reward", "reward panel_similarity_reward",
 ], "ok")  # fmt: skip
+HEALTHY["prompt lengths"] = "warning"  # the tiny T5 reads 32 tokens
 
 
 _REWARD = "def mine(prompts, completions, **kwargs):\n    return [1.0] * len(completions)\n"
@@ -96,7 +98,7 @@ def tiny_plan(tiny_flux, prompts, tmp_path_factory) -> MemoryPlan:
 def healthy(last: str = "reward panel_similarity_reward") -> dict[str, str]:
     """The verdicts of a healthy run up to a row, without the plan where that is not the last."""
     names = list(HEALTHY)
-    return {name: "ok" for name in names[: names.index(last) + 1] if name != "memory" or last == "memory"}
+    return {name: HEALTHY[name] for name in names[: names.index(last) + 1] if name != "memory" or last == "memory"}
 
 
 def verdicts(rows: dict[str, doctor.Row]) -> dict[str, str]:
@@ -111,8 +113,8 @@ def test_the_command(make_arguments, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     for name in HEALTHY:
-        assert re.search(rf"{re.escape(name)}: ok", done.stdout), name
-    assert "12 ok" in done.stdout
+        assert re.search(rf"{re.escape(name)}: {HEALTHY[name]}", done.stdout), name
+    assert "12 ok, 1 warning" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
@@ -253,7 +255,12 @@ class TestFaults:
             return masks
 
         rows = examine("memory", model_name_or_path="makers/base")
-        found = {"configuration": "warning", "model and adapter": "failed", "memory": "failed"}
+        found = {
+            "configuration": "warning",
+            "model and adapter": "failed",
+            "prompt lengths": "failed",
+            "memory": "failed",
+        }
         assert verdicts(rows) == healthy("memory") | found
         assert all("the model makers/base" in rows[name].finding + rows[name].advice for name in found)
         monkeypatch.setitem(script_arguments._REWARDS, "needy", lambda args: needy)
@@ -421,6 +428,20 @@ class TestMemory:
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
         assert rows["rewards"].finding.startswith("Names, weights and columns fit.")
         assert "no weights are loaded" in rows["rewards"].finding
+        assert rows["prompt lengths"].finding.startswith("15 of 15 prompts are longer than FluxPipeline reads")
+
+    def test_panels_that_the_model_does_not_read_are_named(self, examine):
+        long = format_image_set_prompt("Hats.", 1, 2, ["A hat." + " Red." * 600, "A cap."])
+        options = {
+            "rows": [{"prompt": "A hat."}, {"prompt": long}],
+            "rewards": ["redness"],
+            "num_prompts_per_generation": 2,
+        }
+        row = examine("prompt lengths", words=["--device_memory", "24GiB"], **options)
+        assert row["data"].verdict == "ok", row["data"]
+        assert row["prompt lengths"].verdict == "warning"
+        assert "1 of 2 prompts are longer than FluxPipeline reads" in row["prompt lengths"].finding
+        assert "row 1 (panel 1, 2). Shorten" in row["prompt lengths"].finding
 
     @pytest.mark.parametrize(
         ("text", "changes", "token"),
@@ -478,7 +499,9 @@ class TestMemory:
         assert is_planned or "use_cpu" in rows["configuration"].advice
         for name in ("rewards", "model and adapter", "noise-free image", "ratio", "reward values"):
             assert found.pop(name) == "skipped", rows[name].finding
-        assert found == dict.fromkeys(("versions", "output directory", "hub", "data", "memory"), "ok")
+        assert found == dict.fromkeys(("versions", "output directory", "hub", "data", "memory"), "ok") | {
+            "prompt lengths": "warning"
+        }
 
     def test_the_rewards_of_the_evaluation_are_counted(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         found = []

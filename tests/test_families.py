@@ -974,6 +974,23 @@ class TestTruncation:
         assert not family.is_truncated(pipeline, PROMPT)
 
     @pytest.mark.parametrize("name", ["kontext", "sd3", "longcat"])
+    def test_the_last_word_of_the_longest_prompt_is_read(self, setup_of, name):
+        setup = setup_of(name)
+        pipeline, family = setup.policy.pipeline, setup.family
+
+        def is_read(number: int) -> bool:
+            """Tell whether the embeddings depend on the last of so many words."""
+            texts = [" ".join(["a"] * (number - 1) + [last]) for last in ("a", "b")]
+            with torch.no_grad():
+                first, second = (family.encode_prompt(pipeline, text, "cpu")["prompt_embeds"] for text in texts)
+            return not torch.equal(first, second)
+
+        longest = next(
+            number for number in range(1, 600) if family.is_truncated(pipeline, " ".join(["a"] * (number + 1)))
+        )
+        assert longest > 10 and is_read(longest) and not is_read(longest + 1)
+
+    @pytest.mark.parametrize("name", ["kontext", "sd3", "longcat"])
     def test_what_the_pipeline_says_itself_is_counted(self, setup_of, name, caplog):
         setup = setup_of(name)
         images = setup.case.images
@@ -983,7 +1000,9 @@ class TestTruncation:
             encoder.encode(rows, [0], setup.case.scale)
             assert "truncated" not in caplog.text
             encoder.encode(rows, [1, 2], setup.case.scale)
-        assert "For 2 of 2 prompts: " in caplog.text
+        assert caplog.text.count("For 2 of 2 prompts: ") == (name != "longcat")  # CLIP's
+        assert f"2 of 2 prompts are longer than {type(setup.policy.pipeline).__name__} reads" in caplog.text
+        assert "row 1, row 2. Shorten" in caplog.text and "max_sequence_length" not in caplog.text
         assert "dog dog" not in caplog.text
 
 

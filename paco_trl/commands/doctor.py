@@ -33,12 +33,17 @@ from ..checkpointing.weights import trained_parameters
 from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
+from ..planning.known_models import readable_model
 from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
-from ..rollout.prompt_rows import PromptRows
+from ..rollout import family_of
+from ..rollout.encoder import describe_truncated
+from ..rollout.loading import load_without_weights
+from ..rollout.prompt_rows import ImagePrompt, PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
+from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
 from .env import VERSIONS, newer_than_tested, version_of
@@ -106,6 +111,7 @@ class DoctorState:
     plan_args: PlanArguments = _MISSING
     train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
+    prompts: list[ImagePrompt] = _MISSING
     reward_funcs: list[Callable] = _MISSING
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING
@@ -218,6 +224,7 @@ def check_data(state: DoctorState) -> str:
     else:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
+    state.prompts = [prompt for split in rows for prompt in dict.fromkeys(split.image_prompts)]
     schedule, findings = RoundSchedule(args, rows[0].lengths), []
     for split in rows:
         images = f" of {len(split.image_prompts)} images" if split.has_separate else ""
@@ -289,6 +296,22 @@ def check_model(state: DoctorState) -> Row | str:
         return finding
     finding += f" The clip range is {epsilon:g}; this model was seen to collapse above {limit:g}."
     return Row(WARNING, finding, f"Set `epsilon` to at most {limit:g}. Training may still collapse later.")
+
+
+def check_prompt_lengths(state: DoctorState) -> Row | str:
+    """Check that the model reads every prompt to its end."""
+    if state.trainer is not None:
+        pipeline = state.trainer.pipeline
+    else:
+        model = state.script_args.model_name_or_path
+        if readable_model(model, str(Path(state.temporary_dir) / "tokenizers")) != model:
+            return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
+        pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
+    with truncations_counted(pipeline):  # tokenizers warn of each long text
+        truncated = describe_truncated(pipeline, family_of(pipeline), state.prompts)
+    if truncated is not None:
+        return Row(WARNING, truncated)
+    return f"{type(pipeline).__name__} reads each of {len(state.prompts)} prompts to its end."
 
 
 def check_memory(state: DoctorState) -> Row:
@@ -448,6 +471,7 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "data": (check_data, ("configuration",)),
     "rewards": (check_rewards_load, ("configuration",)),
     "model and adapter": (check_model, ("data", "rewards")),
+    "prompt lengths": (check_prompt_lengths, ("data",)),
     "memory": (check_memory, ("configuration", "data")),
     "noise-free image": (check_noise_free, ("model and adapter",)),
     "ratio": (check_ratio, ("model and adapter",)),

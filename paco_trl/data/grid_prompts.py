@@ -3,6 +3,7 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..utils.text import shorten
@@ -121,7 +122,8 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
             Texts of the panels, row by row. The theme and all panels but the last must end with a sentence.
 
     Returns:
-        `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front).
+        `str`: the prompt, which parses into the same layout, panels and theme (with the layout in front). Whether a model
+        reads all of it, [`find_lost_panels`] tells.
 
     Raises:
         ValueError: If the prompt would be parsed into other texts.
@@ -140,6 +142,33 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     if parse_image_set_prompt(prompt) != (theme, rows, cols, panels):
         raise ValueError(f"The theme names another grid, or a text has a panel marker: {shorten(prompt)}.")
     return prompt
+
+
+def find_lost_panels(prompt: str, is_truncated: Callable[[str], bool]) -> list[int]:
+    """
+    Find the panels of an image-set prompt that a model does not read to the end, because the prompt is too long for it.
+
+    Args:
+        prompt (`str`):
+            Image-set prompt in the T2IS format.
+        is_truncated (`Callable[[str], bool]`):
+            Tells whether the model truncates a text.
+
+    Returns:
+        `list[int]`: numbers of the panels, from 1. Empty for a prompt without panels.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoTokenizer
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("black-forest-labs/FLUX.1-dev", subfolder="tokenizer_2")
+    >>> find_lost_panels(prompt, lambda text: len(tokenizer(text).input_ids) > 512)  # [4]: shorten the texts
+    ```
+    """
+    markers = find_markers(prompt)
+    ends = [*(marker.start() for marker in markers), len(prompt)][1:]
+    return [number for number, end in enumerate(ends, start=1) if is_truncated(prompt[:end].rstrip())]
 
 
 def usual_grid(count: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ Text encoders and transformer take turns on the accelerator.
 import functools
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..data.grid_prompts import find_lost_panels
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
 from ..utils.pipelines import truncations_counted
@@ -32,7 +33,7 @@ from ..utils.placement import cpu_memory, placed_on, to_cpu
 from ..utils.tensors import to_device
 from .families import Family
 from .pipeline_policy import EncodedImage
-from .prompt_rows import PromptKey, PromptRows
+from .prompt_rows import ImagePrompt, PromptKey, PromptRows
 from .rounds import Round
 
 
@@ -40,6 +41,7 @@ logger = get_logger(__name__)
 
 # Rows that are encoded at a time where there are no rounds: 1 GiB for FLUX.1
 ROWS_AHEAD = 256
+_SHOWN_ROWS = 8  # whose prompts are too long
 
 # What is encoded: a prompt, or a source image as digest and scale
 Condition = PromptKey | tuple[str, float]
@@ -190,12 +192,17 @@ class PromptEncoder:
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._keep(condition, send_to_device(encoded, "cpu"))
                 size = sum(tensor.nbytes for tensor in encoded.values())
-                if self.family.is_truncated(self.pipeline, condition.prompt):
-                    name = type(self.pipeline).__name__
-                    truncations[f"the end of the text was truncated, because it is longer than {name} reads"] += 1
+            prompts = [ImagePrompt(row_number, condition.prompt) for condition, row_number in new.items()]
+            truncated = describe_truncated(self.pipeline, self.family, prompts)
         logger.info(f"{len(new)} prompts are encoded ({size / 2**20:.1f} MiB each).")
-        for message in [message for message in truncations if message not in self._told]:
-            logger.warning(f"For {truncations[message]} of {len(new)} prompts: {message}.")
+        if truncated is not None and "prompts" not in self._told:
+            logger.warning(truncated)
+            self._told.add("prompts")
+        for message, count in truncations.items():
+            # T5's, whose prompts are named above
+            if message not in self._told and (truncated is None or "`max_sequence_length`" not in message):
+                # Two encoders of a pipeline say the same
+                logger.warning(f"For {min(count, len(new))} of {len(new)} prompts: {message}.")
         self._told |= truncations.keys()
 
     def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
@@ -229,6 +236,24 @@ class PromptEncoder:
         finally:
             for layer in leaving:
                 layer.to(device)
+
+
+def describe_truncated(pipeline, family: Family, prompts: Sequence[ImagePrompt]) -> str | None:
+    """Say which prompts the pipeline does not read to the end, and which of their panels that are; `None` without any."""
+    is_truncated = functools.partial(family.is_truncated, pipeline)
+    described = []
+    for row_number, prompt in prompts:
+        if is_truncated(prompt):
+            panels = ", ".join(map(str, find_lost_panels(prompt, is_truncated)))
+            described.append(f"row {row_number}" + (f" (panel {panels})" if panels else ""))
+    if not described:
+        return None
+    shown = ", ".join(described[:_SHOWN_ROWS])
+    more = f" and {len(described) - _SHOWN_ROWS} more" if len(described) > _SHOWN_ROWS else ""
+    return (
+        f"{len(described)} of {len(prompts)} prompts are longer than {type(pipeline).__name__} reads, and their end is "
+        f"ignored: {shown}{more}. Shorten them."
+    )
 
 
 def _frozen_layers(model: nn.Module) -> list[nn.Module]:

@@ -90,7 +90,7 @@ class Family(ABC):
         return None
 
     def is_truncated(self, pipeline, prompt: str) -> bool:
-        """Return whether the pipeline truncates the prompt silently. Warnings that it logs are counted separately."""
+        """Return whether the pipeline does not read the prompt to its end."""
         return False
 
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:

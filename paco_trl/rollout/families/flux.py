@@ -21,6 +21,9 @@ class FluxFamily(Family):
     def max_sequence_length(self, pipeline):
         return min(512, pipeline.tokenizer_2.model_max_length)  # 512 is FLUX.1-dev's
 
+    def is_truncated(self, pipeline, prompt):  # CLIP always truncates image sets; only its pooled output is used
+        return len(pipeline.tokenizer_2(prompt).input_ids) > self.max_sequence_length(pipeline)
+
 
 class FluxKontextFamily(FluxFamily):
     """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""

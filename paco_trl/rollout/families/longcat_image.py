@@ -4,6 +4,7 @@
 from contextlib import contextmanager
 
 import torch
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import split_quotation
 
 from ..resolution import training_size
 from .base import Family, encoding_by, true_guidance_prompt
@@ -26,6 +27,12 @@ class LongCatImageFamily(FluxFamily):
 
     def max_sequence_length(self, pipeline):
         return None  # its call takes none
+
+    def is_truncated(self, pipeline, prompt):
+        # Each character in quotation marks is tokenized on its own
+        parts = [list(text) if is_quoted else [text] for text, is_quoted in split_quotation(prompt)]
+        tokens = [pipeline.tokenizer(part, add_special_tokens=False).input_ids for part in sum(parts, [])]
+        return sum(map(len, tokens)) > pipeline.tokenizer_max_length
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default="")
