@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from build_model import build_model
 from full_size_judge import JUDGE, build_judge, rehearse_judge
 from paco_trl.commands import main as commands
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
 from paco_trl.planning.memory import fake_weights
 from paco_trl.rollout import family_of
@@ -40,7 +41,7 @@ from phases import GIB, Phases, in_gib, run_part
 RECIPES = Path(commands.__file__).parents[1] / "recipes"
 # Small images, few of them, and few steps; on a CPU no judge is loaded beside the model
 OPTIONS = {
-    "dataset_name": "demo", "height": 128, "width": 128,
+    "height": 128, "width": 128,
     "resolution_scale": 0.5, "num_generations": 2, "num_prompts_per_generation": 1, "per_device_train_batch_size": 1,
     "num_inference_steps": 3, "tail_steps": None, "num_inference_steps_eval": 2, "num_generations_eval": 1, "max_steps": 2,
     "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "use_cpu": True, "logging_steps": 1,
@@ -57,10 +58,20 @@ def words_of(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
     """Return the words of the recipe's command."""
     reward = folder / "brightness.py"
     reward.write_text(REWARD, encoding="utf-8")
-    evaluated = folder / "evaluated.txt"
-    evaluated.write_text("A red fox in four seasons, from spring to winter.\n", encoding="utf-8")
+    is_edit = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")).get("edits", False)
+    Image.linear_gradient("L").convert("RGB").resize((128, 128)).save(folder / "source.png")
+    prompts = {name: folder / f"{name}.jsonl" for name in ("trained", "evaluated")}
+    texts = ["Make it red.", "Make it blue."] if is_edit else load_image_set_prompts(demo_prompts_path())["prompt"][:2]
+    for path, text in zip(prompts.values(), texts, strict=True):
+        row = {"prompt": text, "image": "source.png"} if is_edit else {"prompt": text}  # without a size
+        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
     words = ["grpo", "--config", recipe, "--model_name_or_path", str(model), "--rewards", str(reward)]
-    for name, value in ({"output_dir": folder / "run", "eval_dataset_name": evaluated} | OPTIONS | options).items():
+    files = {
+        "output_dir": folder / "run",
+        "dataset_name": prompts["trained"],
+        "eval_dataset_name": prompts["evaluated"],
+    }
+    for name, value in (files | OPTIONS | options).items():
         words += [f"--{name}", str(value)]
     return words
 
@@ -113,10 +124,11 @@ def load(model: Path, adapter: Path, report: Path) -> None:
             pipeline.load_lora_weights(adapter)
         elif is_diffusers is False:
             pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, adapter)
-        source = {"image": Image.new("RGB", (64, 64))} if family_of(pipeline).needs_images else {}
+        family = family_of(pipeline)
+        sources = [Image.new("RGB", (128, 128))] if family.max_images else []
         image = pipeline(
-            prompt="A red fox.", height=64, width=64, num_inference_steps=1, output_type="latent",
-            generator=torch.Generator().manual_seed(0), **source,
+            prompt="A red fox.", num_inference_steps=1, output_type="latent", generator=torch.Generator().manual_seed(0),
+            **family.call_arguments(64, 64, 4.0, sources),
         ).images  # fmt: skip
         latents.append(image.float())
         del pipeline
