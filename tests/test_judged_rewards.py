@@ -25,8 +25,8 @@ from paco_trl.rewards import (
     ServedJudge,
     panel_similarity_reward,
 )
-from paco_trl.rewards.judge_rewards import chosen_pairs
-from paco_trl.rewards.limits import check_failures, check_scored
+from paco_trl.rewards.judge_rewards import select_pairs
+from paco_trl.rewards.limits import check_evaluation_scores, check_failures
 from paco_trl.rewards.weighting import RewardError, Rewards
 from testing_utils import plain
 
@@ -147,15 +147,15 @@ class TestConsistency:
         # The text that is there twice is asked once for each pair
         assert len(judge.asked) == 3 * 3 * 4
 
-    def test_chosen_pairs(self):
+    def test_select_pairs(self):
         everything = list(combinations(range(7), 2))
-        assert chosen_pairs(7, None, 0, "a") == chosen_pairs(7, 21, 0, "a") == everything
-        pairs = chosen_pairs(7, 8, 0, "a")
-        assert pairs == chosen_pairs(7, 8, 0, "a") == sorted(set(pairs)) and len(pairs) == 8
+        assert select_pairs(7, None, 0, "a") == select_pairs(7, 21, 0, "a") == everything
+        pairs = select_pairs(7, 8, 0, "a")
+        assert pairs == select_pairs(7, 8, 0, "a") == sorted(set(pairs)) and len(pairs) == 8
         assert set(pairs) < set(everything)
-        assert len({tuple(chosen_pairs(7, 8, seed, prompt)) for seed, prompt in product(range(5), "abc")}) == 15
+        assert len({tuple(select_pairs(7, 8, seed, prompt)) for seed, prompt in product(range(5), "abc")}) == 15
         # The same in every version: a run that is resumed compares the same pairs
-        assert chosen_pairs(4, 2, 0, "a") == [(0, 2), (2, 3)]
+        assert select_pairs(4, 2, 0, "a") == [(0, 2), (2, 3)]
 
     def test_a_set_with_one_unanswered_pair_has_no_reward(self, any_judge):
         """The mean of the others would be that of other pairs than its siblings have."""
@@ -349,4 +349,4 @@ class TestUndecided:
         assert panel_similarity_reward([""], [plain(1)], [[plain(1)]]) == [None]
         rewards = Rewards(panel_similarity_reward)
         with pytest.raises(RewardError, match="panel_similarity_reward 2; panel_similarity_reward: a single panel"):
-            check_scored(rewards, torch.full((2, 1), torch.nan), 0.5)
+            check_evaluation_scores(rewards, torch.full((2, 1), torch.nan), 0.5)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
-from ..rewards.errors import named_error
+from ..rewards.errors import wrap_reward_error
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
 from ..utils.text import read_text
@@ -344,7 +344,7 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     try:
         return reward() if isinstance(reward, type) else reward
     except (Exception, SystemExit) as error:
-        raise named_error(name, error, __file__) from error
+        raise wrap_reward_error(name, error, __file__) from error
 
 
 def _find_reward(path: str) -> Callable:
@@ -361,7 +361,7 @@ def _find_reward(path: str) -> Callable:
             not is_file and isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")
         )
         if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
-            raise named_error(path, error, __file__) from error
+            raise wrap_reward_error(path, error, __file__) from error
         raise ValueError(
             f"There is no {f'file {where!r}' if is_file else f'reward {path!r}'}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
             "`=0.5`, is a number, for `--rewards` alone."

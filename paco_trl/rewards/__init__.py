@@ -28,5 +28,5 @@ __all__ = [
     "yes_probability",
 ]  # fmt: skip
 
-# Lazy, so that `aggregate_rewards` comes without transformers, and this package without torch
+# Lazy: importing this package does not import torch, and `aggregate_rewards` does not import transformers
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

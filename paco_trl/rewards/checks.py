@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check rewards, their weights, and the columns of the dataset that they need, before anything is generated."""
+"""Checks of reward functions, and of the columns they need, before anything is generated."""
 
 import inspect
 from collections.abc import Callable
@@ -24,52 +24,52 @@ _ALWAYS_PASSED = _TRAINER_ARGUMENTS | {"rows", "cols"}
 
 class RewardFunction(Protocol):
     """
-    A reward. It may also have these attributes; none is required.
+    Protocol of a reward function. All attributes are optional.
 
     Attributes:
         __name__ (`str`):
-            Name in metrics and messages; otherwise that of its class.
+            Name in metrics and messages. Defaults to the name of the class.
         is_async (`bool`):
-            Whether a call returns a coroutine, which the type of an object does not tell.
+            Whether a call returns a coroutine. Set it if `__call__` is not an `async def`.
         needed_columns (`tuple[str, ...]`):
-            Columns that the dataset must have, filled in every row.
+            Columns that must be filled in every row of the dataset.
         min_panels (`int`):
             Fewest panels of a prompt.
         scores_grids (`bool`):
-            Whether it reads the lines of a grid, which a set of separate images lacks.
+            Whether it scores the lines of a grid, so that it cannot score a set of separate images.
         model, judge (`Any`):
-            A `torch.nn.Module`, or what has one as its `model`: `offload_rewards` moves it.
+            A `torch.nn.Module`, or an object with one as its `model`, for `offload_rewards` to move.
         model_name (`str`):
-            Model behind it, for cards.
+            Name of the underlying model, for model cards.
         missing_score_reason (`str` or `None`):
             Why the last `None` was returned, for messages.
         fingerprint (`Any`):
-            What else its values depend on: a resumed run notices a change, as it does of attributes with plain values,
-            and of private ones that are named after an argument (`_threshold`).
+            Anything else its values depend on. A resumed run notices a change, as it does for attributes with plain
+            values, and for private ones named after an argument (`_threshold`).
 
-    A parameter named `num_generations`, as in TRL an argument of each call, says that it compares the images of a prompt:
-    it gets all of them in one call.
+    A parameter named `num_generations` marks a reward that compares the images of a prompt: it gets all of them in one
+    call.
     """
 
     def __call__(self, prompts: list[str], completions: list[Image.Image], **columns: Any) -> Any:
-        """Return a list of one `float` per completion, or `None` where it has none, or a coroutine of that list."""
+        """Return one `float` per completion, `None` if it could not be scored, or a coroutine that returns that list."""
         ...
 
 
 def is_async_reward(function: RewardFunction) -> bool:
-    """Tell whether a call returns a coroutine, also of an object that says so (a judge on a server)."""
+    """Return whether calls are coroutines, by the type or by the attribute `is_async` (a judge on a server)."""
     return getattr(function, "is_async", False) or is_async_callable(function)
 
 
 def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
-    """Check the reward functions, and return their names."""
+    """Check reward functions and return their names."""
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty. Pass at least one reward.")
     for function in reward_funcs:
         if isinstance(function, str):
             raise TypeError(
-                f"A reward must be a callable, got {function!r}: names are for `--rewards` on the command line. Pass the "
-                "reward, such as `paco_trl.rewards.ConsistencyReward(...)`."
+                f"A reward must be a callable, got {function!r}. Only `--rewards` on the command line takes names: pass "
+                "an object, for example `paco_trl.rewards.ConsistencyReward(...)`."
             )
         if not callable(function) or isinstance(function, nn.Module | type):
             raise TypeError(
@@ -80,34 +80,36 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
     for name, function in zip(names, reward_funcs, strict=True):
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function)):
             raise ValueError(
-                f"The reward '{name}' gets every column of the dataset: add `**kwargs` to its parameters."
+                f"The reward '{name}' lacks `**kwargs`. Add it: a reward gets every column of the dataset."
             )
         if names.count(name) > 1:
-            raise ValueError(f"Several rewards are named '{name}'. Give each its own `__name__`, which metrics have.")
+            raise ValueError(
+                f"Several rewards are named '{name}'. Give each its own `__name__`, which names its metrics."
+            )
     return names
 
 
 def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, where: str) -> None:
-    """Check that a dataset has the columns (parameters, `needed_columns`) and panels (`min_panels`, `scores_grids`) of rewards."""
-    if taken := sorted(_TRAINER_ARGUMENTS & set(dataset.column_names)):
-        raise ValueError(f"Rewards get {', '.join(taken)} from the trainer, not from {where}: rename these columns.")
+    """Check that a dataset has the columns and the panels that rewards need."""
+    if reserved := sorted(_TRAINER_ARGUMENTS & set(dataset.column_names)):
+        raise ValueError(f"The trainer passes {', '.join(reserved)} to rewards. Rename these columns of {where}.")
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        name, least = get_callable_name(function), getattr(function, "min_panels", 1)
+        name, min_panels = get_callable_name(function), getattr(function, "min_panels", 1)
         # Rows without a layout, such as editing prompts, have one panel
         layouts = [
             [count or 1 for count in dataset[side]] if side in dataset.column_names else [1] * len(dataset)
             for side in ("rows", "cols")
         ]
         for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
-            if rows * cols < least:
+            if rows * cols < min_panels:
                 raise ValueError(
-                    f"The reward '{name}' compares at least {least} panels, but row {row} of {where} has {rows} x {cols}. "
+                    f"The reward '{name}' compares at least {min_panels} panels, but row {row} of {where} has {rows} x {cols}. "
                     "Remove the row, or use another reward."
                 )
-        kinds = dataset["layout"] if "layout" in dataset.column_names else ()
-        if getattr(function, "scores_grids", False) and SEPARATE in kinds:
+        layout_kinds = dataset["layout"] if "layout" in dataset.column_names else ()
+        if getattr(function, "scores_grids", False) and SEPARATE in layout_kinds:
             raise ValueError(
-                f"The reward '{name}' scores the lines of a grid, but row {kinds.index(SEPARATE)} of {where} is a set of "
+                f"The reward '{name}' scores the lines of a grid, but row {layout_kinds.index(SEPARATE)} of {where} is a set of "
                 "separate images. Leave the reward out."
             )
         arguments = _ALWAYS_PASSED | set(dataset.column_names)
@@ -117,19 +119,22 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                 parameter.KEYWORD_ONLY,
             ):
                 if parameter.name not in arguments - {"prompt"}:
-                    has = ", ".join(sorted(arguments))
+                    available = ", ".join(sorted(arguments))
                     raise ValueError(
-                        f"The reward '{name}' has the parameter `{parameter.name}`, but {where} gives it {has}."
+                        f"The reward '{name}' has the parameter `{parameter.name}`, but {where} only provides {available}. Add the "
+                        "column, or give the parameter a default."
                     )
         for column in getattr(function, "needed_columns", ()):
             if column == "image" and "images" in dataset.column_names:
                 continue  # several source images
             if column not in dataset.column_names:
-                has = ", ".join(dataset.column_names)
-                raise ValueError(f"The reward '{name}' requires the column `{column}`, but {where} has {has}. Add it.")
+                available = ", ".join(dataset.column_names)
+                raise ValueError(
+                    f"The reward '{name}' requires the column `{column}`, but {where} has {available}. Add it."
+                )
             feature = dataset.features[column]
             if isinstance(getattr(feature, "feature", feature), ImageFeature):
-                continue  # it would be decoded; the reward checks it
+                continue  # reading it here would decode every image; the reward checks it
             for row, value in enumerate(dataset[column]):
                 if not (value.strip() if isinstance(value, str) else value):
                     raise ValueError(
@@ -142,5 +147,5 @@ def parameters_of(function: Callable) -> list[inspect.Parameter]:
     """Return the parameters of a reward."""
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # a callable from C has no signature
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP embeddings, and the rewards that compare images by them: CLIP-T, PickScore and CLIP-I."""
+"""Rewards from CLIP embeddings: CLIP-T, PickScore and CLIP-I."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain, combinations
@@ -28,7 +28,7 @@ PICK_SCORE_DIVISOR = 26.0
 
 
 class ClipEmbedder:
-    """Unit vectors of images and texts from a CLIP, frozen, in float32 by default, on the CPU until the first use."""
+    """Embed images and texts with a frozen CLIP, in float32 by default and on the CPU until the first use."""
 
     __name__: str  # set by subclasses that are rewards
 
@@ -51,29 +51,29 @@ class ClipEmbedder:
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
 
     def embed(
-        self, images: list[Image.Image], names: list[str], texts: Sequence[str] = ()
+        self, images: list[Image.Image], image_names: list[str], texts: Sequence[str] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embed images and truncated texts, each once, as unit vectors on the CPU; `names` are for errors."""
-        objects = {id(image): (image, name) for image, name in zip(images, names, strict=True)}
-        distinct = dict.fromkeys(texts)
+        """Embed images (named in errors) and truncated texts, each once, as unit vectors on the CPU."""
+        distinct_images = {id(image): (image, name) for image, name in zip(images, image_names, strict=True)}
+        distinct_texts = dict.fromkeys(texts)
         device = torch.device(self.device) if self.device is not None else PartialState().device
         self.model.to(device)
         # A surrounding autocast would change the scores
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             embeds = [
-                features(items[start : start + self.batch_size])
-                for items, features in (
-                    (list(objects.values()), self._image_features),
-                    (list(distinct), self._text_features),
+                encode(items[start : start + self.batch_size])
+                for items, encode in (
+                    (list(distinct_images.values()), self._image_features),
+                    (list(distinct_texts), self._text_features),
                 )
                 for start in range(0, len(items), self.batch_size)
             ]
-        # One copy: indexing on the accelerator waits for it as well
+        # Copy once, since indexing on the accelerator would also wait for it
         embeds = torch.cat(embeds).float().cpu() if embeds else torch.empty(0, self.model.config.projection_dim)
         if not embeds.isfinite().all():
             raise ValueError(f"Embeddings of {self.model.name_or_path} are not finite. Use `dtype=torch.float32`.")
         embeds = torch.nn.functional.normalize(embeds, dim=-1)
-        rows = {key: row for row, key in enumerate((*objects, *distinct))}
+        rows = {key: row for row, key in enumerate((*distinct_images, *distinct_texts))}
         return embeds[[rows[id(image)] for image in images]], embeds[[rows[text] for text in texts]]  # (..., D)
 
     def _image_features(self, batch):
@@ -88,11 +88,11 @@ class ClipEmbedder:
             batch,
             padding=True,
             truncation=True,
-            # A tokenizer saved without a length claims 1e30
+            # A tokenizer saved without `model_max_length` reports 1e30
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
         )
-        # As the model makes it, but without reading back from the device; `None` where nothing is padded
+        # The mask that the model would build, without a device sync; `None` if nothing is padded
         shape = torch.empty(*inputs["input_ids"].shape, 1, dtype=self.model.dtype)
         mask = create_causal_mask(
             self.model.text_model.config, shape, attention_mask=inputs["attention_mask"], past_key_values=None
@@ -105,16 +105,16 @@ class ClipEmbedder:
 
 class ClipTReward(ClipEmbedder):
     """
-    CLIP-T reward: cosine similarity of each panel's image and text embedding, averaged over the panels of a grid. This
-    is the prompt-following reward of PaCo-GRPO for text-to-image-set generation.
+    CLIP-T reward: cosine similarity of the image and text embeddings of each panel, averaged over the panels of a grid.
+    PaCo-GRPO uses it as the prompt-following reward for text-to-image-set generation.
 
     - Range: [-1, 1], about 0.2 to 0.4 with real CLIP weights. Similarities are not scaled by CLIP's `logit_scale`.
-    - Columns: `panels`, the texts of the panels; `panel_images` from the trainer. It logs `clip_t/truncated_texts`,
-      the fraction of texts that are longer than CLIP's 77 tokens.
-    - Cost: per panel one forward pass of the vision tower (by default a ViT-H/14 at 224 x 224 pixels), and per
-      distinct text one of the text encoder.
-    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3; the model is that of its published code. For
-      the license of the weights see its card.
+    - Columns: `panels`, the texts of the panels; `panel_images` from the trainer.
+    - Metric: `clip_t/truncated_texts`, the fraction of texts longer than CLIP's 77 tokens.
+    - Cost: one forward pass of the vision tower per panel (by default a ViT-H/14 at 224 x 224 pixels), and one of the
+      text encoder per distinct text.
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3, with the model of its published code. See the
+      model card for the license of the weights.
 
     The model is loaded at construction and stays on the CPU until the first call.
 
@@ -122,9 +122,9 @@ class ClipTReward(ClipEmbedder):
         model (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             Hub id or directory of a [`~transformers.CLIPModel`] with its [`~transformers.CLIPProcessor`].
         device (`str` or `torch.device`, *optional*):
-            Device to score on. Defaults to this process's own: its accelerator, or the CPU if there is none.
+            Device to score on. Defaults to this process's accelerator, or the CPU if there is none.
         dtype (`torch.dtype`, *optional*):
-            Dtype of the model. Defaults to float32, whatever the dtype of the file: the advantage comes from small
+            Dtype of the model. Defaults to float32, whatever the dtype of the file, because advantages come from small
             differences within a group.
         batch_size (`int`, *optional*, defaults to `32`):
             Panels, or texts, per forward pass.
@@ -157,7 +157,7 @@ class ClipTReward(ClipEmbedder):
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs,
     ) -> list[float]:
-        """Return one score per completion, the mean over its `panel_images`, each with its text in `panels`."""
+        """Return one score per completion: the mean similarity of its `panel_images` to their texts in `panels`."""
         if panels is None and not self.needed_columns:
             panels, panel_images = [[prompt] for prompt in prompts], [[image] for image in completions]
         panels = column_of(panels, "panels", len(completions), f"`{type(self).__name__}`")
@@ -168,9 +168,9 @@ class ClipTReward(ClipEmbedder):
                     f"`panels` of completion {index} is {texts!r}, but each of its {len(images)} panel images needs a "
                     "text: check `rows`, `cols` and `panels`."
                 )
-        distinct = list(dict.fromkeys(chain(*panels)))
-        if log_metric is not None and distinct:
-            lengths = [len(ids) for ids in self.processor.tokenizer(distinct)["input_ids"]]
+        distinct_texts = list(dict.fromkeys(chain(*panels)))
+        if log_metric is not None and distinct_texts:
+            lengths = [len(ids) for ids in self.processor.tokenizer(distinct_texts)["input_ids"]]
             limit = self.model.config.text_config.max_position_embeddings
             log_metric(f"{self.__name__}/truncated_texts", sum(length > limit for length in lengths) / len(lengths))
         names = [f"Image {i} of completion {index}" for index, row in enumerate(panels) for i in range(len(row))]
@@ -181,30 +181,29 @@ class ClipTReward(ClipEmbedder):
 
 class PickScoreReward(ClipTReward):
     """
-    PickScore reward: a CLIP trained on which of two images people preferred for a prompt. It rewards the look of an
+    PickScore reward: a CLIP fine-tuned on human preferences between two images of a prompt. It rewards the look of an
     image as well as its content.
 
     With the column `panels`, each panel is compared with its own text, and the score is the mean over the panels of a
     grid; without it, the full image is compared with its prompt. The processor crops an image that is not square to
-    its central square. It logs `pick_score/truncated_texts` as [`ClipTReward`] does.
+    its central square. Like [`ClipTReward`], it logs `pick_score/truncated_texts`.
 
-    - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. The divisor is that of
-      Flow-GRPO and of the published PaCo presets.
-    - Cost: as [`ClipTReward`]; about 1 billion parameters, 4 GB in float32.
-    - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569). For the license of the weights see the model card.
+    - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. Flow-GRPO and the published
+      PaCo presets use the same divisor.
+    - Cost: like [`ClipTReward`]; about 1 billion parameters, 4 GB in float32.
+    - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569). See the model card for the license of the weights.
 
     Args:
         model (`str` or `Path`, *optional*, defaults to `"yuvalkirstain/PickScore_v1"`):
             Hub id or directory of a [`~transformers.CLIPModel`].
         processor (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
-            Hub id or directory of its [`~transformers.CLIPProcessor`]. The default is the one that PickScore was
-            trained with.
+            Hub id or directory of its [`~transformers.CLIPProcessor`]. PickScore was trained with the default.
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
             See [`ClipTReward`].
     """
 
     __name__ = "pick_score"  # names TRL's metrics, `rewards/pick_score/mean`
-    needed_columns = ()  # without `panels` it takes the whole image
+    needed_columns = ()  # without `panels` it scores the whole image
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class PickScoreReward(ClipTReward):
 
 
 class ClipIScorer(ClipEmbedder):
-    """CLIP-I: cosine of the CLIP embeddings of two images; questions are ignored. Arguments: [`~paco_trl.rewards.ClipTReward`]."""
+    """Score pairs by CLIP-I, the cosine of their CLIP embeddings. Arguments are those of [`~paco_trl.rewards.ClipTReward`]."""
 
     reads_questions = False
 
@@ -229,7 +228,7 @@ class ClipIScorer(ClipEmbedder):
         return f"CLIP-I ({self.model.name_or_path})"
 
     def score(self, images: list[tuple[Image.Image, Image.Image]], prompts: list[str]) -> list[float]:
-        """Return one cosine per pair. An image object of several pairs is embedded once."""
+        """Return one cosine per pair; questions are ignored. An image object shared by pairs is embedded once."""
         images = check_list(images)
         names = [f"An image of pair {index}" for index in range(len(images)) for _ in range(2)]
         embeds = self.embed(list(chain(*images)), names)[0]  # (2N, D)
@@ -244,8 +243,8 @@ class ClipIReward(ClipIScorer):
     - Cost: one forward pass of CLIP's vision tower per panel.
     - Source and license: `laion/CLIP-ViT-H-14-laion2B-s32B-b79K`, as in PaCo-RL's published code; see its model card.
 
-    It does not know what should stay the same and what should change, and rewards copies. On ConsistencyRank, PaCo-RL
-    reports an accuracy of .394 for it and of .449 for a judge.
+    It rewards copies, since it does not know what should stay the same and what should change. On ConsistencyRank,
+    PaCo-RL reports an accuracy of .394 for it and .449 for a judge.
 
     Arguments are those of [`ClipTReward`].
     """

@@ -5,15 +5,15 @@ import importlib
 
 
 class RewardError(RuntimeError):
-    """A reward raised, did not return a list of numbers, or has a judge that is down. It stops a run."""
+    """Stops a run: a reward raised, returned something other than a list of numbers, or its judge is down."""
 
 
-def named_error(name: str, error: BaseException, caller: str) -> RewardError:
-    """Name the reward that has raised an error, and keep only the frames after the caller's and an import's."""
-    step, before = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(before):
-        step = step.tb_next
-    error.__traceback__ = step
-    where = "" if step is None else f" ({step.tb_frame.f_code.co_filename}:{step.tb_lineno})"
+def wrap_reward_error(name: str, error: BaseException, caller: str) -> RewardError:
+    """Wrap a reward's error to name the reward; drop the leading traceback frames of the caller and of imports."""
+    frame, skipped_files = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(skipped_files):
+        frame = frame.tb_next
+    error.__traceback__ = frame
+    where = "" if frame is None else f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
     message = str(error).rstrip(".")
     return RewardError(f"The reward '{name}' raised {type(error).__name__}: {message}{where}.")

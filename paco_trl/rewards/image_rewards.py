@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards from pixels: the layout of a grid, panels that are copies, text that can be read, and two for demos."""
+"""Rewards computed from pixels: grid layout, duplicate panels, readable text, and two for demos and tests."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -15,23 +15,23 @@ from ..utils.images import to_rgb
 
 # ---- Layout ----
 
-# Bands per panel along a line, each with its own edge: 12 let a part of a line count
+# Bands per panel along a line. Edges are detected in each band, so that part of a line also counts
 BANDS_PER_PANEL = 12
 
-# Minimum of positions across a line: larger images are averaged down to fewer than twice as many
+# Positions across a line: larger images are averaged down to at least this, and less than twice as many
 POSITIONS = 256
 
-# Distance of a line from its place, as a fraction of the panel: a gutter has two edges
+# How far a line may be from its expected position, as a fraction of the panel: a gutter has two edges
 LINE_TOLERANCE = 0.04
 
-# An edge differs by at least this in the channels' range [0, 1], and by EDGE_FACTOR times the difference that 85 % of
-# the positions of its band stay below
+# Least difference of an edge, in the channels' range [0, 1]. It must also be EDGE_FACTOR times the 85th percentile of
+# the differences in its band
 EDGE_DIFFERENCE = 0.03
 EDGE_FACTOR = 1.5
 USUAL_PERCENTILE = 85
 
-# Fractions of a line's bands with an edge, above which it starts to count and is complete. Up to 0.4 occurs by chance;
-# two panels can have the same color along a part of their border. Extra lines must be clearer to count.
+# Fractions of a line's bands with an edge from which the line starts to count, and from which it is complete. Up to
+# 0.4 occurs by chance; two panels can share a color along part of their border. Extra lines must be clearer to count.
 EXPECTED_LINE = (0.4, 0.8)
 EXTRA_LINE = (0.5, 0.8)
 
@@ -43,11 +43,12 @@ class LayoutReward:
     """
     Score in [0, 1] whether an image looks like a grid of `rows` x `cols` panels, from pixels alone.
 
-    1 if every line between panels is complete and no panel is divided again, 0 for an undivided image or another
-    grid. A missing part of a line costs in proportion. Cost: about 3 ms for 512 x 512 pixels on one core.
+    1 if every line between panels is complete and no panel is divided further, 0 for an undivided image or another
+    grid. The penalty for an incomplete line is proportional to the gap. Cost: about 3 ms for 512 x 512 pixels on one
+    core.
 
-    It cannot see lines that are not straight, or a border without a gutter between panels of the same background. A
-    straight edge through the full image where a line belongs, such as a horizon, counts as a line.
+    It misses lines that are not straight, and borders without a gutter between panels of the same background. A straight
+    edge across the full image where a line belongs, such as a horizon, counts as a line.
     """
 
     __name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`
@@ -61,7 +62,7 @@ class LayoutReward:
         cols: list[int] | None = None,
         **kwargs,
     ) -> list[float]:
-        """Return one score per completion, in [0, 1], for the requested `rows` and `cols` of panels."""
+        """Return one score in [0, 1] per completion, for the requested `rows` and `cols` of panels."""
         rows = column_of(rows, "rows", len(completions), "`LayoutReward`")
         cols = column_of(cols, "cols", len(completions), "`LayoutReward`")
         return [
@@ -71,40 +72,40 @@ class LayoutReward:
 
 
 def layout_score(image: Image.Image, rows: int, cols: int) -> float:
-    """Compute how much an image looks like a grid, in [0, 1]: complete lines, and no panel divided again."""
+    """Compute how much an image looks like a grid, in [0, 1]: complete lines, and no panel divided further."""
     if image.height < rows * MIN_PANEL or image.width < cols * MIN_PANEL:
         raise ValueError(
             f"{image.height} x {image.width} pixels with {rows} x {cols} panels (rows x cols) have panels below "
             f"{MIN_PANEL} pixels, too few to see lines. Use larger images or fewer panels."
         )
     score = 1.0
-    for turned, count, panels_along in ((image, cols, rows), (image.transpose(Image.Transpose.TRANSPOSE), rows, cols)):
-        profile = edge_profile(turned, panels_along * BANDS_PER_PANEL)
+    for view, count, panels_along in ((image, cols, rows), (image.transpose(Image.Transpose.TRANSPOSE), rows, cols)):
+        profile = edge_profile(view, panels_along * BANDS_PER_PANEL)
         score *= _expected_lines(profile, count) * (1 - _extra_lines(profile, count))
     return score
 
 
 def edge_profile(image: Image.Image, bands: int) -> np.ndarray:
-    """Return the fraction of the height with a vertical edge, between each two neighboring columns."""
-    # Averaged over bands, content and noise become faint, but an upright straight edge remains: columns that differ
-    # clearly, and more than others of the same band. An edge also counts at the next position.
+    """Return the fraction of the height that has a vertical edge, between each pair of neighboring columns."""
+    # Averaging over bands blurs content and noise, but keeps straight vertical edges: neighboring columns that differ
+    # clearly, and more than others in the band. An edge also counts at the adjacent positions.
     factor = max(1, image.width // POSITIONS)
     width = image.width // factor
     averages = np.asarray(
         image.resize((width, bands), Image.Resampling.BOX, box=(0, 0, width * factor, image.height)), dtype=float
     )  # (bands, width, 3)
     differences = np.abs(np.diff(averages / 255, axis=1)).max(axis=-1)  # (bands, width - 1)
-    usual = np.percentile(differences, USUAL_PERCENTILE, axis=1, keepdims=True)  # (bands, 1)
-    is_edge = differences > np.maximum(EDGE_DIFFERENCE, EDGE_FACTOR * usual)
+    percentile = np.percentile(differences, USUAL_PERCENTILE, axis=1, keepdims=True)  # (bands, 1)
+    is_edge = differences > np.maximum(EDGE_DIFFERENCE, EDGE_FACTOR * percentile)
     return maximum_filter1d(is_edge.astype(float), 3, axis=1, mode="constant").mean(axis=0)
 
 
-def line_strength(profile: np.ndarray, position: float, tolerance: float, begun: float, complete: float) -> float:
-    """Return how complete a line is (0 up to `begun`, 1 from `complete`) at the best column near its position."""
+def line_strength(profile: np.ndarray, position: float, tolerance: float, start: float, complete: float) -> float:
+    """Return how complete a line is at the best column near its position: 0 up to `start`, 1 from `complete`."""
     width = len(profile) + 1
     center, reach = position * width - 0.5, max(tolerance * width, 1.5)
     fraction = profile[max(round(center - reach), 0) : round(center + reach) + 1].max()
-    return float(np.clip((fraction - begun) / (complete - begun), 0, 1))
+    return float(np.clip((fraction - start) / (complete - start), 0, 1))
 
 
 def _expected_lines(profile: np.ndarray, count: int) -> float:
@@ -115,10 +116,10 @@ def _expected_lines(profile: np.ndarray, count: int) -> float:
 
 
 def _extra_lines(profile: np.ndarray, count: int) -> float:
-    def faintest(parts: int) -> float:  # so that a single straight edge of the content costs nothing
-        finer = count * parts
-        positions = [k / finer for k in range(1, finer) if k % parts]
-        return min(line_strength(profile, position, LINE_TOLERANCE / finer, *EXTRA_LINE) for position in positions)
+    def faintest(parts: int) -> float:  # of all lines, so that one straight edge in the content costs nothing
+        num_parts = count * parts
+        positions = [k / num_parts for k in range(1, num_parts) if k % parts]
+        return min(line_strength(profile, position, LINE_TOLERANCE / num_parts, *EXTRA_LINE) for position in positions)
 
     return max(map(faintest, (2, 3, 4)))
 
@@ -126,29 +127,29 @@ def _extra_lines(profile: np.ndarray, count: int) -> float:
 # ---- Copies ----
 
 # Panels are compared at this size, after a blur over BLUR pixels. A color that the other panel has within REACH pixels
-# is not a difference: a full panel may be shifted by a hundredth of its width, a round and plain object by three.
+# is no difference, so that panels may shift by a hundredth of their width, and round, plain objects by three.
 THUMBNAIL_SIZE = (64, 64)
 BLUR = 3
 REACH = 5
 
-# Differences up to this do not count (noise, JPEG), in the channels' range [0, 1]
+# Differences up to this are ignored as noise or JPEG artifacts, in the channels' range [0, 1]
 COLOR_TOLERANCE = 0.04
 
 # Brightness is equalized up to this factor
 MAX_GAIN = 1.1
 
-# Fraction of the panel with the largest differences that is averaged: a raised arm is small
+# Fraction of the pixels, those with the largest differences, to average: a raised arm is small
 TOP_SHARE = 0.01
 
 
 class DuplicateReward:
     """
-    Penalize panels of a grid that are copies of one another. Combine it with a consistency reward, which alone is
+    Penalize panels of a grid that are copies of one another. Combine it with a consistency reward, which on its own is
     highest for identical panels.
 
     A pair of panels scores 1 up to the similarity `threshold` of [`panel_similarity`] and falls linearly to 0 at a
-    similarity of 1. The reward is the mean over all pairs, in [0, 1]. Larger differences earn nothing more, so that it
-    does not work against consistency. Cost: about 2 ms per pair on one core.
+    similarity of 1. The reward is the mean over all pairs, in [0, 1]. Larger differences earn no more, so that it does
+    not work against consistency. Cost: about 2 ms per pair on one core.
 
     The default `threshold` was measured on illustrations of a character, with panels of 256 to 640 pixels. Copies with
     noise (standard deviation 20 of 255), JPEG of quality 30, 8 % more or less brightness or a shift of 2 pixels had a
@@ -165,14 +166,16 @@ class DuplicateReward:
 
     def __init__(self, threshold: float = 0.9):
         if not 0 <= threshold < 1:
-            raise ValueError(f"`threshold` is {threshold}, but must be at least 0 and below 1, that of copies.")
+            raise ValueError(
+                f"`threshold` is {threshold}, but must be at least 0 and below 1, the similarity of copies."
+            )
         self.__name__ = "no_duplicates"  # names TRL's metrics, `rewards/no_duplicates/mean`
         self.threshold = threshold
 
     def __call__(
         self, prompts: list[str], completions: list[Image.Image], panel_images: PanelImages | None = None, **kwargs
     ) -> list[float]:
-        """Return one score per completion, in [0, 1], from the images of its panels."""
+        """Return one score in [0, 1] per completion, from the images of its panels."""
         panel_images = panels_of(panel_images, len(completions), "`DuplicateReward`")
         rewards = []
         for index, panels in enumerate(panel_images):
@@ -197,9 +200,9 @@ def _thumbnail(panel: Image.Image, where: str) -> np.ndarray:
 
 
 def _similarity(first: np.ndarray, second: np.ndarray) -> float:
-    # The difference of a pixel is how far its color is outside the range of the other thumbnail's colors nearby, so
-    # that small shifts and noise do not count. Only the largest hundredth of the differences is averaged: a mean over
-    # the full panel would measure how much background the panels share. A black panel has no brightness to divide by
+    # A pixel differs by as much as its color lies outside the range of nearby colors in the other thumbnail, so that
+    # small shifts and noise do not count. Only the largest hundredth of the differences is averaged: the mean over the
+    # full panel would measure how much background the panels share. The 1e-6 avoids 0 / 0 for black panels
     gain = np.clip((second.mean() + 1e-6) / (first.mean() + 1e-6), 1 / MAX_GAIN, MAX_GAIN)
     first, second = first * gain**0.5, second / gain**0.5
     outside = np.maximum(_outside_of_range(first, second), _outside_of_range(second, first)).max(axis=-1)  # (64, 64)
@@ -208,7 +211,7 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _outside_of_range(values: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Compute how far values are below or above all values of the reference around their place."""
+    """Compute how far values are below or above all nearby values of the reference."""
     lowest = minimum_filter(reference, (REACH, REACH, 1), mode="nearest")
     highest = maximum_filter(reference, (REACH, REACH, 1), mode="nearest")
     return np.maximum(lowest - values, values - highest)
@@ -222,15 +225,14 @@ class OcrReward:
     Score in [0, 1] how well a text can be read in an image: 1 minus the edits between the text and the best-fitting
     part of the OCR result, per character.
 
-    The lines that OCR finds are joined from top to bottom and left to right; case and white space are ignored. Other
-    words cost nothing, except between the words of the text. Columns are read line by line across them: use the words
-    of one panel. Unrelated words share letters with the text, which scores about a fifth, and up to a half for short
-    texts.
+    OCR lines are joined from top to bottom and left to right; case and white space are ignored. Other words cost
+    nothing, except between the words of the text. OCR reads straight across columns, so use the words of one panel.
+    Unrelated words share letters with the text, and score about a fifth, or up to a half for short texts.
 
     The model is PP-OCR of [PaddleOCR](https://github.com/PaddlePaddle/PaddleOCR), for Chinese and English, in the
     package [rapidocr](https://github.com/RapidAI/RapidOCR), whose wheel contains the weights (both Apache-2.0):
-    `pip install "paco_trl[ocr]"`. Compare scores of one version of rapidocr only. Cost: it runs on the CPU, about 1 s
-    for 512 x 512 pixels on two cores.
+    `pip install "paco_trl[ocr]"`. Compare scores only within one version of rapidocr. Cost: about 1 s for 512 x 512
+    pixels on two CPU cores; it does not use the GPU.
     """
 
     __name__ = "ocr"  # names TRL's metrics, `rewards/ocr/mean`
@@ -242,13 +244,13 @@ class OcrReward:
             from rapidocr import RapidOCR
         except ImportError as error:
             raise ImportError('OcrReward requires `rapidocr` and onnxruntime: pip install "paco_trl[ocr]".') from error
-        # Below "error" it logs its files, and each image without text
+        # At lower levels it logs its files, and each image without text
         self.engine: Callable = RapidOCR(params={"Global.log_level": "error"})
 
     def __call__(
         self, prompts: list[str], completions: list[Image.Image], text: list[str] | None = None, **kwargs
     ) -> list[float]:
-        """Return one score per completion, in [0, 1], for the words of the column `text`."""
+        """Return one score in [0, 1] per completion, for the words of the column `text`."""
         text = column_of(text, "text", len(completions), "`OcrReward`")
         for index, words in enumerate(text):
             if not isinstance(words, str) or not _letters(words):
@@ -264,9 +266,9 @@ class OcrReward:
         return scores
 
 
-def readability(text: str, recognized: str) -> float:
-    """Return 1 minus the smallest edit distance of a text and any part of the OCR result, per character."""
-    expected, letters = _letters(text), _letters(recognized)
+def readability(text: str, ocr_text: str) -> float:
+    """Return 1 minus the smallest edit distance between a text and any part of the OCR result, per character."""
+    expected, letters = _letters(text), _letters(ocr_text)
     # Levenshtein distance of the best substring: https://en.wikipedia.org/wiki/Approximate_string_matching
     row = [0] * (len(letters) + 1)
     for count, letter in enumerate(expected, start=1):
@@ -277,7 +279,7 @@ def readability(text: str, recognized: str) -> float:
 
 
 def _letters(text: str) -> str:
-    """Normalize a text: without white space, in lower case, full-width characters as usual ones."""
+    """Normalize a text: no white space, lower case, and full-width characters in their usual form."""
     return "".join(normalize("NFKC", text).lower().split())
 
 
@@ -298,9 +300,9 @@ def panel_similarity_reward(
 ) -> list[float | None]:
     """
     Score how alike the panels of a grid are, in [0, 1]: 1 minus the mean absolute difference of their thumbnails over
-    all pairs. `None` for a single panel, which has no pair.
+    all pairs, or `None` for a single panel.
 
-    It replaces a consistency reward where no model can be loaded. It rewards copies. For demos and tests only.
+    Stands in for a consistency reward where no model can be loaded. It rewards copies. For demos and tests only.
     """
     scores = []
     for index, panels in enumerate(panel_images):

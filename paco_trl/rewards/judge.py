@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges: objects that answer questions about pairs of images; one on an OpenAI-compatible server is here."""
+"""Judges, which answer questions about pairs of images: their protocol, and a judge on an OpenAI-compatible server."""
 
 import asyncio
 import functools
@@ -32,53 +32,57 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Forms of an image that judges take
+# Types of images that judges accept
 ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
-# Images of one question: a pair, or one image
+# Images of one question: a pair, or a single image
 ImageGroup = ImagePair | tuple[ImageSource]
-# Why a question has no score: the server refuses it, does not answer it, or answers what cannot be read, or Yes and No
-# (or the digits of a rating) have less than half of the probability
+# Why a question has no score: the server refused it, did not answer, or answered something that cannot be parsed; or Yes
+# and No (or the digits of a rating) have less than half of the probability
 NO_SCORE = ("refused", "unavailable", "unreadable", "undecided")
-# Log-probabilities that a judge reads: the most that OpenAI's API and vLLM return
+# Log-probabilities to request: the most that OpenAI's API and vLLM return
 TOP_LOGPROBS = 20
-# vLLM's logarithm of 0
+# vLLM's log-probability of 0
 _LOG_ZERO = -9999.0
 # A missing token is at most as likely as the last one returned. A score that this could change by more is `None`.
 _MAX_SCORE_ERROR = 1e-3
 LEAST_MASS = 0.5  # probability of Yes and No, or of all digits of a rating, at the first position
-SPACES = " Ġ▁"  # before a digit: in text, and in the vocabularies of byte-level tokenizers and of SentencePiece
+# The space before a digit: in text, and in the vocabularies of byte-level and SentencePiece tokenizers
+SPACES = " Ġ▁"
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Control tokens in the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
-_MAX_RETRIES = 10_000  # for a question; its time budget ends them
+_MAX_RETRIES = 10_000  # per question: in practice, the time budget ends them
 _CHECK_SECONDS = 30.0
 
 
 class JudgeUnavailableError(RuntimeError):
-    """A judge cannot be queried at all: it is down, refuses the key, or lacks the model. It stops a run."""
+    """Stops a run: the judge cannot be queried at all, because it is down, refuses the key, or lacks the model."""
 
 
 class Answer(NamedTuple):
-    """Score of a question by a judge, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none: one of `NO_SCORE`."""
+    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or the reason for its absence (`NO_SCORE`)."""
 
-    score: Any  # or the log-probabilities of tokens
+    score: Any  # or the log-probabilities of tokens, from `_read_tokens`
     reason: str | None = None
 
 
 class Judge(Protocol):
     """
     Protocol of a judge: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server, or any object with this
-    method and a name. If it also has `answer`, as [`ServedJudge.answer`], it is queried while other images are
-    generated; if it has `decide`, as [`~paco_trl.PaCoReward.decide`], rewards call it. [`RubricReward`] calls [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
+    method and a name.
+
+    A judge with `answer`, like [`ServedJudge.answer`], is queried while other images are generated. Rewards prefer
+    `decide`, like [`~paco_trl.PaCoReward.decide`], to `score`. [`RubricReward`] requires
+    [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
     """
 
     name: str  # for reports
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """
-        Score pairs of images, with a question for each: P(Yes) / (P(Yes) + P(No)) for a vision-language model, `None`
-        for a pair that could not be scored. Raise a `JudgeUnavailableError` if the judge cannot be queried at all.
+        Score pairs of images, each with a question: P(Yes) / (P(Yes) + P(No)) for a vision-language model, `None` for a
+        pair that could not be scored. Raise a `JudgeUnavailableError` if the judge cannot be queried at all.
         """
         ...
 
@@ -87,19 +91,21 @@ class Judge(Protocol):
 
 
 def image_key(image: ImageSource) -> Hashable:
-    """Return what identifies an image without reading it: the object, or its name."""
+    """Return a key that identifies an image without reading it: its path, or the identity of the object."""
     return str(image) if isinstance(image, (str, Path)) else id(image)
 
 
 def check_list(images: Any, name: str = "images") -> list:
-    """Check that images are a list and not one image. In a path, each letter would be taken for an image."""
+    """Check that images are a list: each letter of a single path would be taken for an image."""
     if not isinstance(images, Sequence) or isinstance(images, str | bytes):
-        raise ValueError(f"`{name}` is {shorten(images)}. Pass a list, also of one: `[...]`.")
+        raise ValueError(
+            f"`{name}` is {shorten(images)}, which is not a list. Pass a list, even of a single one: `[...]`."
+        )
     return list(images)
 
 
 def check_pairs(images: list[ImagePair]) -> list[ImagePair]:
-    """Check that each item is a pair, and make it a tuple."""
+    """Check that images are pairs, and make each a tuple."""
     images = check_list(images)
     for index, pair in enumerate(images):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -113,16 +119,18 @@ def both_orders(pairs: list[tuple]) -> list[tuple]:
 
 
 def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tuple], prompts: list[str]) -> list:
-    """Return the mean of the scores of a pair and its reverse, `None` if one has none."""
+    """Score each pair and its reverse, and return the means, `None` if either has no score."""
     scores = iter(score(both_orders(pairs), [prompt for prompt in prompts for _ in range(2)]))
     return [None if None in both else sum(both) / 2 for both in zip(scores, scores, strict=True)]
 
 
 def broadcast_questions(prompts: str | list[str], count: int, find_control: Callable[[str], list[str]]) -> list[str]:
-    """Repeat a single question `count` times, or check that there is one for each; reject control tokens in them."""
+    """Repeat a single question `count` times, or check that there are `count`; reject control tokens in them."""
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
-        raise ValueError(f"{len(prompts)} `prompts` for {count} questions: pass one text for all or for each.")
+        raise ValueError(
+            f"`prompts` has {len(prompts)} texts for {count} questions. Pass one per question, or one for all."
+        )
     for index, prompt in enumerate(prompts):
         check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
     return prompts
@@ -166,20 +174,20 @@ def yes_probability(
 
 
 def digits_of(scale: int) -> list[str]:
-    """Return the numbers that a judge rates with, 0 to `scale`, each of which must be one digit."""
+    """Return the possible ratings, 0 to `scale`, each of which must be one digit."""
     if scale not in range(1, 10):
         raise ValueError(f"`scale` is {scale!r}, but must be 1 to 9: the first token cannot tell 1 from 10.")
     return [str(number) for number in range(scale + 1)]
 
 
 def expected_rating(logprobs: Iterable[tuple[str, float]], scale: int) -> float | None:
-    """Compute the mean of 0 to `scale` by the probabilities of their tokens, over `scale`; `None` below a half in all."""
+    """Compute the expected rating over `scale` from the digits' probabilities; `None` if they sum to less than half."""
     by_digit: dict[str, list[float]] = {digit: [] for digit in digits_of(scale)}
     for token, logprob in logprobs:
         by_digit.get(token.lstrip(SPACES), []).append(logprob)
     sums = np.array([logsumexp([-np.inf, *values]) for values in by_digit.values()])  # (scale + 1,)
     mass = logsumexp(sums)
-    # NaN gives none; a server may round 0 to a little more
+    # Negated, so that NaN gives `None`; a server may round 0 to a little more
     if not math.log(LEAST_MASS) <= mass <= 1e-3:
         return None
     return float(np.exp(sums - mass) @ np.arange(scale + 1) / scale)
@@ -193,15 +201,15 @@ class ServedJudge:
     """
     Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve`).
 
-    The score is that of [`~paco_trl.PaCoReward`]: P(Yes) / (P(Yes) + P(No)) at the first position of the answer, from
-    the log-probabilities of its 20 likeliest tokens, and `None` where the two have less than half of the probability, as
-    of a model that thinks first. Images are resized by the same function, so that the model sees
-    the same pixels, and are sent as PNG.
+    The score is the same as [`~paco_trl.PaCoReward`]'s: P(Yes) / (P(Yes) + P(No)) at the first position of the answer,
+    from the log-probabilities of its 20 likeliest tokens. It is `None` if the two have less than half of the probability,
+    for example because the model thinks first. Images are resized by the same function, so that the model sees the same
+    pixels, and sent as PNG.
 
-    A request that fails temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx) is retried by openai's client,
-    whose logger reports that at the level of `INFO`. A question that has no answer after `time_budget` seconds has the
-    score `None` if the server then answers a test question, and the judge is considered down if not. A judge can be
-    queried from any thread or event loop.
+    openai's client retries requests that fail temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx), and
+    logs that at level `INFO`. A question without an answer after `time_budget` seconds gets the score `None` if the
+    server answers a test question then; otherwise the judge is considered down. A judge can be queried from any thread
+    or event loop.
 
     Args:
         base_url (`str`):
@@ -209,19 +217,19 @@ class ServedJudge:
         model (`str`):
             Name of the model on the server (`--served-model-name` of vLLM, or the name of a LoRA module).
         api_key (`str`, *optional*):
-            Key. If `None`, the environment variable `VLLM_API_KEY`, which vLLM reads too.
+            API key. Defaults to the environment variable `VLLM_API_KEY`, which vLLM also reads.
         max_concurrency (`int`, *optional*, defaults to `32`):
-            Concurrent requests. Each process of a run has its own.
+            Concurrent requests per process.
         timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds for a request.
+            Seconds per request.
         time_budget (`float`, *optional*, defaults to `300.0`):
-            Seconds for a question with all its requests and waits, which is how long a server may take to restart. A
-            test question then tells whether the server is down; it has a tenth of the budget, at least five seconds
-            and at most `timeout`.
+            Seconds per question, with all retries and waits: a server may take this long to restart. Afterwards a test
+            question tells whether the server is down. It gets a tenth of the budget, at least five seconds and at most
+            `timeout`.
         patch_size (`int`, *optional*):
-            Patch size of the model's vision tower in pixels, to whose multiples images are resized: 14 for Qwen2-VL and
-            Qwen2.5-VL, 16 for Qwen3-VL. If `None`, that of the model that the server names (`root` in the list of models
-            of vLLM and SGLang), if it can be read here or from the Hub, and else 14, with a warning.
+            Patch size of the model's vision tower in pixels: images are resized to multiples of it. 14 for Qwen2-VL and
+            Qwen2.5-VL, 16 for Qwen3-VL. If `None`, it is read from the model that the server reports (`root` in the model
+            list of vLLM and SGLang), locally or from the Hub; failing that, it is 14, with a warning.
 
     Example:
 
@@ -250,14 +258,14 @@ class ServedJudge:
         limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
         self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
         self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
-        self._slots, self._finding = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
-        self._reported: set[str] = set()  # kinds of failures that have been logged with an example
+        self._request_slots, self._model_lock = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
+        self._logged_reasons: set[str] = set()  # reasons for a missing score that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
-        self._is_model_read = False
-        self.question: str | None = None  # the one that it was trained on, if the server names its model
+        self._has_read_model = False
+        self.question: str | None = None  # that it was trained on, if a single one and the server reports its model
 
     def check(self, scale: int | None = None) -> None:
-        """Check by a question, for a rating if there is a `scale`, or raise a `JudgeUnavailableError` within 30 s."""
+        """Ask a test question, for a rating if `scale` is set; raise a `JudgeUnavailableError` within 30 s if it fails."""
         self._client.run(self._check(scale))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
@@ -265,7 +273,7 @@ class ServedJudge:
         Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
 
         Returns:
-            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair. `None` without an answer; a warning has the
+            `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair, `None` without an answer. A warning gives the
             reasons.
 
         Raises:
@@ -278,29 +286,29 @@ class ServedJudge:
         self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None
     ) -> list[Answer]:
         """
-        Score pairs like [`~ServedJudge.score`], or with a `scale` rate pairs or single images like
-        [`~paco_trl.PaCoReward.rate`], as a coroutine and with the reasons for missing scores.
+        Score pairs like [`~ServedJudge.score`], or rate pairs or single images like [`~paco_trl.PaCoReward.rate`] if
+        `scale` is set, but as a coroutine and with the reasons for missing scores.
         """
-        read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
-        return await asyncio.wrap_future(self._client.start(self._query_all(images, prompts, read)))
+        read_answer = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
+        return await asyncio.wrap_future(self._client.start(self._query_all(images, prompts, read_answer)))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
-        """Score questions about one image each, as [`~paco_trl.PaCoReward.score_images`] does."""
+        """Score questions about one image each, like [`~paco_trl.PaCoReward.score_images`]."""
         return self._scores([(image,) for image in check_list(images)], prompts)
 
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
-        """Return the likeliest first tokens of each answer, as [`~paco_trl.PaCoReward.top_logprobs`] does."""
+        """Return the likeliest first tokens of each answer, like [`~paco_trl.PaCoReward.top_logprobs`]."""
         answers = self._client.run(self._query_all(check_pairs(images), prompts, _read_tokens, image_labels))
         return [answer.score for answer in answers]
 
     def find_patch_size(self) -> int:
-        """Return the patch size of the model's vision tower, and ask the server for its model if it is not known."""
+        """Return the patch size of the vision tower, after asking the server for its model if it is unknown."""
         return self._client.run(self._find_patch_size())
 
     def find_question(self) -> str | None:
-        """Return the question that the judge was trained on, if it was one alone, and ask the server for its model."""
+        """Return the question that the judge was trained on, if a single one, after asking the server for its model."""
         self.find_patch_size()
         return self.question
 
@@ -331,17 +339,17 @@ class ServedJudge:
                     "one with `paco-trl serve` and wait until vLLM has started, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
-                f"{self.name} gave no score to '{question}' ({failure}). A judge must answer "
-                f"{'Yes or No' if scale is None else 'a digit'} first, without thinking, and its server return {TOP_LOGPROBS} "
+                f"{self.name} gave no score for '{question}' ({failure}). A judge must begin its answer with "
+                f"{'Yes or No' if scale is None else 'a digit'}, without thinking, and its server must return {TOP_LOGPROBS} "
                 f"log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
 
     async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
-        """Return the patch size; first read it and the question of training of the model that the server names."""
-        async with self._finding:
-            if not self._is_model_read:
+        """Return the patch size; the first call reads it and the training question from the model that the server reports."""
+        async with self._model_lock:
+            if not self._has_read_model:
                 await self._read_model(models)
-                self._is_model_read = True
+                self._has_read_model = True
         return cast(int, self.patch_size)
 
     async def _read_model(self, models: dict[str, Any] | None) -> None:
@@ -353,42 +361,43 @@ class ServedJudge:
                 f"{self.name} does not list its models ({str(failure) or 'timeout'}). Is it still running?"
             ) from None
         entry = models.get(self.model)
-        listed = (entry, models.get(str(getattr(entry, "parent", None))))
-        named = [getattr(model, "root", None) or model.id for model in listed if model is not None]
-        roots = [root for root in named if "/" in root]  # a Hub id, or a path
-        is_read = False
-        for root in roots:  # of an adapter, then of its base
-            if not is_read:
+        entries = (entry, models.get(str(getattr(entry, "parent", None))))  # of an adapter, and of its base model
+        roots = [getattr(model, "root", None) or model.id for model in entries if model is not None]
+        roots = [root for root in roots if "/" in root]  # Hub ids or paths
+        is_question_read = False
+        for root in roots:
+            if not is_question_read:
                 with suppress(OSError):
                     self.question = await asyncio.to_thread(_read_question, root)
-                    is_read = True
+                    is_question_read = True
             if self.patch_size is None:
                 with suppress(OSError, ValueError, ImportError):
                     self.patch_size = await asyncio.to_thread(_read_patch_size, root)
-        if not is_read:
+        if not is_question_read:
             logger.warning(
-                f"Whether {self.name} was trained on one question cannot be read here. Pass `question` if it was."
+                f"The record of the question that {self.name} was trained on cannot be read here. Pass `question` if it "
+                "was trained on a single one."
             )
         if self.patch_size is not None:
             return
         self.patch_size = 14
-        model = " and ".join(map(repr, roots)) or "its model, which the server does not name,"
+        model = " and ".join(map(repr, roots)) or "its model, which the server does not report,"
         logger.warning(
-            f"The patch size of {self.name} is taken to be 14, that of Qwen2.5-VL: the processor of {model} cannot be read "
-            "here. If it has another one, images are resized twice: serve the model by its Hub id, or pass `patch_size`."
+            f"Assuming a patch size of 14 for {self.name}, as for Qwen2.5-VL, because the processor of {model} cannot be "
+            "read here. A different patch size resizes images twice: serve the model by its Hub id, or pass `patch_size`."
         )
 
     async def _query_all(
         self,
         groups: Sequence[ImageGroup],
         prompts: str | list[str],
-        read: Callable[["ChatCompletion"], Answer],
+        read_answer: Callable[["ChatCompletion"], Answer],
         labels: tuple[str, str] | None = None,
     ) -> list[Answer]:
         groups = [check_list(group, "images[...]") for group in check_list(groups)]
         prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
         await self._find_patch_size()
-        # Each image is encoded once; errors name its first question
+        # Each image is encoded once; errors name the first question about it
         sources = {
             image_key(image): (image, f"An image of question {index}")
             for index, group in reversed(list(enumerate(groups)))
@@ -400,23 +409,23 @@ class ServedJudge:
             for group, prompt in zip(groups, prompts, strict=True)
         )
         try:
-            # If one finds the judge unavailable, the others are canceled
+            # A judge that is unavailable for one question cancels the others
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._query(body, read)) for body in bodies]
+                tasks = [group.create_task(self._query(body, read_answer)) for body in bodies]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         answers = [task.result() for task in tasks]
         if reasons := Counter(answer.reason for answer in answers if answer.reason is not None):
-            counted = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-            logger.warning(f"{reasons.total()} of {len(answers)} questions to {self.name} have no answer: {counted}.")
+            counts = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+            logger.warning(f"{self.name} did not answer {reasons.total()} of {len(answers)} questions: {counts}.")
         return answers
 
-    async def _query(self, body: dict, read: Callable[["ChatCompletion"], Answer]) -> Answer:
-        async with self._slots:
+    async def _query(self, body: dict, read_answer: Callable[["ChatCompletion"], Answer]) -> Answer:
+        async with self._request_slots:
             try:
                 async with asyncio.timeout(self.time_budget):
                     completion = await self._client.complete(body)
-                answer = read(completion)
+                answer = read_answer(completion)
                 if answer.reason is None:
                     return answer
                 failure = NoAnswerError(answer.reason, _describe_tokens(completion))
@@ -426,13 +435,13 @@ class ServedJudge:
             except NoAnswerError as error:
                 failure = error
         self.missing_score_reason = f"{self.name} has {failure.kind} answers ({failure})"
-        if failure.kind not in self._reported:
-            self._reported.add(failure.kind)
+        if failure.kind not in self._logged_reasons:
+            self._logged_reasons.add(failure.kind)
             logger.warning(f"{self.name} cannot answer a question: {failure}.")
         return Answer(None, failure.kind)
 
     async def _check_is_up(self) -> None:
-        """Tell a bad question from a server that is down by a test question."""
+        """Ask a test question, to tell a bad question from a server that is down."""
         try:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
                 await self._client.complete(self._test_body(plain_question()), max_retries=0)
@@ -460,20 +469,20 @@ class ServedJudge:
     def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
         return {
-            # Higher levels of compression cost more time than they save
+            # Higher compression levels cost more time than they save
             key: data_url(load_image(source, self.patch_size or 14, where), "png", compress_level=1)
             for key, (source, where) in sources.items()
         }
 
 
 def question_of(model: str, **hub_kwargs) -> str | None:
-    """Return the question that was saved with a judge, if all pairs that it was trained on had the same."""
+    """Return the question saved with a judge, if it was trained on a single one."""
     try:
         return _read_question(model, **hub_kwargs)
     except OSError as error:
         logger.warning(
-            f"Whether the judge '{model}' was trained on one question cannot be read here ({str(error).splitlines()[0]}). "
-            "Pass `question` if it was."
+            f"The record of the question that the judge '{model}' was trained on cannot be read here "
+            f"({str(error).splitlines()[0]}). Pass `question` if it was trained on a single one."
         )
         return None
 
@@ -486,13 +495,13 @@ def _read_question(model: str, **hub_kwargs: Any) -> str | None:
 
 
 def _read_patch_size(model: str) -> int:
-    from transformers import AutoProcessor  # takes seconds
+    from transformers import AutoProcessor  # a slow import
 
     return patch_size_of(AutoProcessor.from_pretrained(model))
 
 
 def _read_entries(completion: "ChatCompletion") -> list[tuple[str, float]]:
-    """Read the likeliest first tokens with their log-probabilities; none if they cannot be read."""
+    """Read the likeliest first tokens with their log-probabilities, or nothing if the response has another form."""
     try:
         choice: Any = completion.choices[0]
         return [(str(entry.token), float(entry.logprob)) for entry in choice.logprobs.content[0].top_logprobs]
@@ -509,7 +518,7 @@ def _read_tokens(completion: "ChatCompletion") -> Answer:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     logprobs: dict[str, float] = {}
     for token, logprob in _read_entries(completion):
-        # Tokens may share a text (pieces of a character): the likelier one comes first
+        # Tokens may share a text (pieces of a character): keep the likelier one, which comes first
         logprobs.setdefault(token, logprob)
     return Answer(logprobs) if logprobs else Answer(None, "unreadable")
 
@@ -523,7 +532,7 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     except ValueError:  # NaN
         return Answer(None, "unreadable")
     present = [logprobs[token] for token in ("Yes", "No") if token in logprobs]
-    # Negated, so that a NaN among the others gives no score
+    # The last condition is negated, so that a NaN among the others gives no score
     is_sure = len(present) == 2 or math.exp(min(logprobs.values()) - sum(present)) <= _MAX_SCORE_ERROR
     if not is_sure or not sum(map(math.exp, present)) >= LEAST_MASS:
         score = None
@@ -536,8 +545,8 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
         return Answer(None, "unreadable")
     score = expected_rating(entries, scale)
     num_missing = len({*digits_of(scale)} - {token.lstrip(SPACES) for token, _ in entries})
-    least = np.exp(np.min([logprob for _, logprob in entries]))  # NaN if one of them is
-    # A missing digit is at most as likely, and changes the score by its part of the mass of the digits
-    if num_missing and not num_missing * least <= _MAX_SCORE_ERROR * LEAST_MASS:
+    max_missing = np.exp(np.min([logprob for _, logprob in entries]))  # probability; NaN if any is
+    # A missing digit changes the score at most by its share of the digits' mass
+    if num_missing and not num_missing * max_missing <= _MAX_SCORE_ERROR * LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that query a judge: consistency of a set, quality of an edit, likeness to references, ratings by a rubric."""
+"""Rewards that query a judge: consistency of a set, quality of an edit, likeness to references, rubric ratings."""
 
 import hashlib
 import logging
@@ -28,30 +28,30 @@ from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders
 
 logger = logging.getLogger(__name__)
 
-# Limit of the source images that the paper's judge was trained with
+# The paper's limit for source images, also in the judge's training
 _MAX_SOURCE_PIXELS = 2_097_152
-# Packaged rubrics -> columns and panels that they need; the texts are in paco_trl/templates/rubric_*.txt
-_FOR_EDITS: dict[str, Any] = {"needed_columns": ("image",)}
-RUBRICS = {"instruction": _FOR_EDITS, "unchanged": _FOR_EDITS, "consistency": {"min_panels": 2}}
+# Packaged rubrics -> the columns and panels they need; their texts are in paco_trl/templates/rubric_*.txt
+_EDIT_REQUIREMENTS: dict[str, Any] = {"needed_columns": ("image",)}
+RUBRICS = {"instruction": _EDIT_REQUIREMENTS, "unchanged": _EDIT_REQUIREMENTS, "consistency": {"min_panels": 2}}
 
 
 class WeightedQuestion(NamedTuple):
-    """A question about two images, or about one, and the weight of its score in the reward."""
+    """A question about a pair of images, or a single one, and the weight of its score in the reward."""
 
     images: ImageGroup
     text: str
     weight: float = 1.0
 
 
-Questions = list[list[WeightedQuestion]]  # a list for each image
+Questions = list[list[WeightedQuestion]]  # one list per image
 
 
 class JudgedReward:
-    """Base of rewards that query a judge; with a judge on a server, a call returns a coroutine."""
+    """Base class of rewards that query a judge. With a judge on a server, calls return coroutines."""
 
     __name__: str
-    scale: int | None = None  # best rating; without one the judge answers Yes or No
-    asked = ""  # the question, if it is always the same
+    scale: int | None = None  # best rating; if `None`, the judge answers Yes or No
+    topic = ""  # of the questions, if they do not depend on the arguments
     needed_columns: tuple[str, ...] = ()
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
@@ -66,12 +66,12 @@ class JudgedReward:
             self.judge = PaCoReward.from_pretrained(model, **kwargs)
         else:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
-            self.judge.check(scale=self.scale)  # before anything else is loaded
-        self.is_async = hasattr(self.judge, "answer")  # it is then queried while other images are generated
+            self.judge.check(scale=self.scale)  # fails before anything else is loaded
+        self.is_async = hasattr(self.judge, "answer")  # then it is queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # for cards
         self._options = {} if self.scale is None else {"scale": self.scale}
-        if self.asked:
-            self._warn_of(self.asked)
+        if self.topic:
+            self._warn_if_untrained(self.topic)
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class JudgedReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns,
     ) -> list[float | None] | Awaitable[list[float | None]]:
-        """Return the reward of each image, `None` if a question about it has no answer."""
+        """Return one reward per image, `None` if a question about it has no answer."""
         questions = self._questions(prompts, completions, **columns)
         images = [question.images for row in questions for question in row]
         texts = [question.text for row in questions for question in row]
@@ -101,16 +101,17 @@ class JudgedReward:
 
     @property
     def missing_score_reason(self) -> str | None:
-        """Why the last question without an answer has none, for messages."""
+        """Why the last unanswered question has no answer, for messages."""
         return getattr(self.judge, "missing_score_reason", None)
 
-    def _warn_of(self, asked: str) -> None:
-        """Warn of a judge that was trained on one question alone, and is asked another."""
-        if (trained := getattr(self.judge, "question", None)) not in (None, asked):
-            named = {"theme": "about themes", "criteria": "about criteria"}
-            asked = named.get(asked, asked if asked.startswith("about ") else repr(asked))
+    def _warn_if_untrained(self, question: str) -> None:
+        """Warn if the judge was trained on a single question, and is asked another one."""
+        if (trained_question := getattr(self.judge, "question", None)) not in (None, question):
+            topics = {"theme": "about themes", "criteria": "about criteria"}
+            question = topics.get(question, question if question.startswith("about ") else repr(question))
             logger.warning(
-                f"The reward '{self.__name__}' asks the judge {asked}, but it was trained on the one question {trained!r}."
+                f"The reward '{self.__name__}' asks the judge {question}, but the judge was only trained on the question "
+                f"{trained_question!r}."
             )
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
@@ -125,31 +126,31 @@ class JudgedReward:
     ) -> list[float | None]:
         if log_metric is not None and answers:
             name = self.__name__
-            kinds = Counter(answer.reason for answer in answers if answer.score is None)
-            log_metric(f"{name}/unanswered", kinds.total() / len(answers))
-            # All kinds in each call: the trainer averages over the calls that logged a metric
-            for kind in NO_SCORE:
-                log_metric(f"{name}/unanswered/{kind}", kinds[kind] / len(answers))
-        remaining, rewards = iter(answers), []
+            reasons = Counter(answer.reason for answer in answers if answer.score is None)
+            log_metric(f"{name}/unanswered", reasons.total() / len(answers))
+            # Log all reasons in every call: the trainer averages over the calls that logged a metric
+            for reason in NO_SCORE:
+                log_metric(f"{name}/unanswered/{reason}", reasons[reason] / len(answers))
+        answer_iterator, rewards = iter(answers), []
         for row in questions:
-            scores: list = [next(remaining).score for _ in row]
-            # The mean of the answered pairs would not be comparable with other images of the prompt
+            scores: list = [next(answer_iterator).score for _ in row]
+            # The mean over the answered pairs would not be comparable with the prompt's other images
             rewards.append(None if None in scores else self._combine(row, scores))
         return rewards
 
 
-def chosen_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> list[tuple[int, int]]:
-    """Return all unordered pairs of a set, or `max_pairs` of them that depend on seed and prompt alone."""
+def select_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> list[tuple[int, int]]:
+    """Return all unordered pairs of a set, or `max_pairs` of them that depend only on the seed and the prompt."""
     pairs = list(combinations(range(count), 2))
     if max_pairs is None or len(pairs) <= max_pairs:
         return pairs
     digest = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big")
-    chosen = np.random.default_rng((seed, digest)).choice(len(pairs), max_pairs, replace=False)
-    return [pairs[index] for index in sorted(chosen.tolist())]
+    indices = np.random.default_rng((seed, digest)).choice(len(pairs), max_pairs, replace=False)
+    return [pairs[index] for index in sorted(indices.tolist())]
 
 
 def criteria_weights(criteria: Any) -> dict[str, float]:
-    """Return the weight of each criterion's question in a mean over dimensions of means over their criteria."""
+    """Weight the questions for a mean over the dimensions of the means over their criteria."""
     dimensions = [list(texts.values()) for texts in criteria_dict(criteria).values()]
     weights: dict[str, float] = {}
     for texts in dimensions:
@@ -169,8 +170,8 @@ class ConsistencyReward(JudgedReward):
     - Source and license: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
       card.
 
-    It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the
-    panels ([`ClipTReward`]) or against near-identical ones ([`DuplicateReward`]).
+    It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the panels
+    ([`ClipTReward`]) or against near-identical panels ([`DuplicateReward`]).
 
     With `base_url` the judge is on a server, and images are scored while others are generated. Otherwise it is loaded
     into the process. The scores are the same.
@@ -180,21 +181,21 @@ class ConsistencyReward(JudgedReward):
             Hub id or directory of the judge, merged or a LoRA adapter; with `base_url`, its name on the server; or a
             loaded judge.
         base_url (`str`, *optional*):
-            Address of a server, for example `"http://127.0.0.1:8000/v1"`. It is checked immediately.
+            Address of a server, for example `"http://127.0.0.1:8000/v1"`. A test question is asked immediately.
         question (`str`, *optional*):
-            What the judge is asked. If `None`, the question of its training, if its `paco_trl.json` (a server's is found
-            by the model's name) records exactly one; otherwise `"theme"`.
+            Question for the judge. If `None`, the one it was trained on, if its `paco_trl.json` records a single question
+            (for a server, the file of the model that it reports); otherwise `"theme"`.
 
-            - `"theme"`: one question per pair, with the column `theme`; the published reward's default, which uses the
-              text before the first panel marker as the theme, `parse_image_set_prompt(prompt).theme`.
+            - `"theme"`: one question per pair, with the column `theme`. This is the published reward's default; its theme
+              is the text before the first panel marker, `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
               (identity, style, logic) and then over the dimensions.
-            - a question in your own words: asked of each pair as it is.
+            - a question in your own words: asked verbatim for each pair.
         max_pairs (`int`, *optional*):
-            Largest number of pairs per set. Larger sets (7 panels have 21 pairs) use a random choice that is the same
-            for all images of a prompt. If `None`, all pairs.
+            Largest number of pairs per set. Larger sets (7 panels have 21 pairs) use a random sample, the same for all
+            images of a prompt. If `None`, all pairs.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of that choice.
+            Seed of that sample.
         symmetric (`bool`, *optional*, defaults to `False`):
             Whether to average both orders of each pair, at twice the cost.
         **kwargs:
@@ -235,7 +236,7 @@ class ConsistencyReward(JudgedReward):
         if question is None and isinstance(self.judge, ServedJudge):
             self.judge.find_question()
         self.question = question or getattr(self.judge, "question", None) or "theme"
-        self._warn_of(self.question)
+        self._warn_if_untrained(self.question)
         self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
         # The trainer checks them before it loads a model
         self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()
@@ -247,14 +248,14 @@ class ConsistencyReward(JudgedReward):
             texts = column_of(columns.get(name), name, len(completions), f"`question={name!r}`")
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
-            pairs = chosen_pairs(len(panels), self.max_pairs, self.seed, prompt)
+            pairs = select_pairs(len(panels), self.max_pairs, self.seed, prompt)
             pairs = both_orders(pairs) if self.symmetric else pairs
             if self.question == "criteria":
                 weights = criteria_weights(text)
             else:
                 weights = {theme_question(text) if self.question == "theme" else text: 1.0}
             if not weights:
-                raise ValueError(f"`criteria` of image {index} has no text. Use `question='theme'`, or fill it.")
+                raise ValueError(f"`criteria` of image {index} is empty. Fill it, or use `question='theme'`.")
             questions.append(
                 [
                     WeightedQuestion((panels[first], panels[second]), question, weight / len(pairs))
@@ -271,22 +272,22 @@ class ConsistencyReward(JudgedReward):
 class EditReward(JudgedReward):
     """
     Quality of an edited image ([PaCo-RL](https://huggingface.co/papers/2512.04784), Part 2): the square root of a
-    judge's P(Yes) for consistency with the source times that for following the instruction.
+    judge's P(Yes) for consistency with the source times its P(Yes) for following the instruction.
 
     - Range: [0, 1].
     - Cost: two forward passes of the judge per image and source.
     - Source and license: see [`ConsistencyReward`].
 
-    The prompt is the instruction. The column `image` has the source, or `images` several, over which the score is
-    averaged (the paper has one source only). Sources of more than 2,097,152 pixels are downscaled to that, the paper's
-    limit for the judge.
+    The prompt is the instruction. The column `image` has the source; `images` has several, over which the score is
+    averaged (the paper only has one). Sources of more than 2,097,152 pixels, the paper's limit for the judge, are
+    downscaled to it.
 
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
             See [`ConsistencyReward`].
     """
 
-    asked = "about edits"
+    topic = "about edits"
     __name__ = "edit"  # names TRL's metrics, `rewards/edit/mean`
     needed_columns = ("image",)  # the trainer checks them before it loads a model
 
@@ -302,21 +303,21 @@ class EditReward(JudgedReward):
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
-        pairs = zip(scores[::2], scores[1::2], strict=True)  # a pair for each source: consistency, following
+        pairs = zip(scores[::2], scores[1::2], strict=True)  # one pair per source: consistency, following
         return sum(math.sqrt(consistency * following) for consistency, following in pairs) / (len(scores) // 2)
 
 
 class ReferenceReward(JudgedReward):
     """
-    Whether an image keeps what its references show, a character, a product or a style: the mean of a judge's P(Yes)
-    over all pairs of a reference and a panel, or over the references of an edit or a single image.
+    Likeness to reference images of a character, a product or a style: the mean of a judge's P(Yes) over all pairs of a
+    reference and a panel, or over the references of an edit or a single image.
 
     - Range: [0, 1].
     - Cost: one forward pass of the judge per pair: for a set of n panels, n per reference.
-    - Source and license: see [`ConsistencyReward`]. The criteria are ours, in the words of the published code's question.
+    - Source and license: see [`ConsistencyReward`]. The criteria are ours, worded like the published code's question.
 
-    The column `references` has lists of images, and `reference_roles`, if there, what of each counts: `"identity"` (also
-    where there is none), `"style"` or `"logic"`. References of more than 2,097,152 pixels are downscaled to that.
+    The column `references` has lists of images. The optional column `reference_roles` says what to keep of each:
+    `"identity"` (the default), `"style"` or `"logic"`. References of more than 2,097,152 pixels are downscaled to that.
 
     It rewards copies of a reference: combine it with a reward for the content, such as [`ClipTReward`].
 
@@ -325,7 +326,7 @@ class ReferenceReward(JudgedReward):
             See [`ConsistencyReward`].
     """
 
-    asked = "about references"
+    topic = "about references"
     __name__ = "reference"  # names TRL's metrics, `rewards/reference/mean`
     needed_columns = ("references",)  # the trainer checks them before it loads a model
 
@@ -347,13 +348,13 @@ class RubricReward(JudgedReward):
     ([UniWorld-V2](https://huggingface.co/papers/2510.16888)): the mean of the numbers 0 to `scale`, weighted by their
     probabilities at the first token of the answer, divided by `scale`, as the published code does with 0 to 5.
 
-    - Range: [0, 1]. `None` where these numbers have less than half of the probability, which the published code does not
+    - Range: [0, 1]. `None` if these numbers have less than half of the probability, which the published code does not
       check. Models that think first have no rating.
     - Cost: one forward pass of the judge per image, or per image and source.
 
-    Where rows have a source (the column `image`, or `images` with several, over which the rating is averaged), the judge
-    sees it, at no more than 2,097,152 pixels, and then the edited image; else the generated image alone, which for a set
-    is the whole grid.
+    If rows have a source (the column `image`, or several in `images`, over which the rating is averaged), the judge sees
+    the source, at no more than 2,097,152 pixels, followed by the edited image. Otherwise it sees only the generated
+    image, the whole grid in case of a set.
 
     Args:
         model (`str`, `Path` or [`Judge`]), base_url (`str`, *optional*), **kwargs:
@@ -361,24 +362,28 @@ class RubricReward(JudgedReward):
             follows instructions.
         rubric (`str` or `Path`):
             `"instruction"` (whether an edit follows its instruction), `"unchanged"` (whether it leaves everything else as
-            it was), `"consistency"` (whether the panels of a set belong together), or the path of a text file (UTF-8) with
-            `{prompt}` and `{scale}`, which are replaced.
+            it was), `"consistency"` (whether the panels of a set belong together), or the path of a UTF-8 text file with
+            the placeholders `{prompt}` and `{scale}`.
         scale (`int`, *optional*, defaults to `5`):
-            Best rating, 1 to 9; 5 is that of the published code.
+            Best rating, 1 to 9. The published code uses 5.
 
     Raises:
         ValueError: If the rubric is missing or lacks a placeholder, or the scale has more than one digit.
-        JudgeUnavailableError: If the server does not answer, lacks the model, or this does not answer with a digit.
+        JudgeUnavailableError: If the server does not answer or lacks the model, or the model does not answer with a
+            digit.
     """
 
     def __init__(
         self, model: str | Path | Judge, rubric: str | Path, base_url: str | None = None, scale: int = 5, **kwargs
     ):
-        digits_of(scale)  # checked before a model is loaded
+        digits_of(scale)  # fails before a model is loaded
         self.rubric, self.scale = read_rubric(rubric).replace("{scale}", str(scale)), scale
         self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`
-        needs = RUBRICS.get(str(rubric), {})  # the trainer checks them before it loads a model
-        self.needed_columns, self.min_panels = needs.get("needed_columns", ()), needs.get("min_panels", 1)
+        requirements = RUBRICS.get(str(rubric), {})  # the trainer checks them before it loads a model
+        self.needed_columns, self.min_panels = (
+            requirements.get("needed_columns", ()),
+            requirements.get("min_panels", 1),
+        )
         super().__init__(model, base_url, **kwargs)
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
@@ -393,7 +398,7 @@ class RubricReward(JudgedReward):
 
 
 def read_rubric(rubric: str | Path) -> str:
-    """Read a packaged rubric by its name, or the user's own from a file."""
+    """Read a packaged rubric by its name, or the user's rubric from a file."""
     if str(rubric) in RUBRICS:
         return read_template(f"rubric_{rubric}.txt").strip()
     path = Path(rubric).expanduser()
@@ -401,7 +406,7 @@ def read_rubric(rubric: str | Path) -> str:
         raise ValueError(f"`rubric` is '{rubric}', which is neither a file nor one of {', '.join(RUBRICS)}.")
     text = read_text(path).strip()
     if missing := [name for name in ("{prompt}", "{scale}") if name not in text]:
-        raise ValueError(f"The rubric '{rubric}' has no {missing[0]}. Write it where the judge is to read its value.")
+        raise ValueError(f"The rubric '{rubric}' has no {missing[0]}. Add it where the judge should read that value.")
     return text
 
 
@@ -413,11 +418,11 @@ def _images_of(columns: dict[str, Any], name: str, count: int, reward: str) -> l
     rows = column_of(columns.get(name), name, count, reward)
     rows = [[row] if name == "image" else list(row or ()) for row in rows]
     if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
-        raise ValueError(f"`{name}` must have PIL images. Cast the column to `datasets.Image()`, and fill it.")
-    return [[_shrunk(source) for source in sources] for sources in rows]
+        raise ValueError(f"`{name}` must contain PIL images. Fill the column, and cast it to `datasets.Image()`.")
+    return [[_shrink(source) for source in sources] for sources in rows]
 
 
-def _shrunk(source: Image.Image) -> Image.Image:
+def _shrink(source: Image.Image) -> Image.Image:
     factor = math.sqrt(_MAX_SOURCE_PIXELS / (source.width * source.height))
     if factor >= 1:
         return source

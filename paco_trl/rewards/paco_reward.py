@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCo-Reward: a vision-language model that tells whether two images are consistent, and why."""
+"""PaCo-Reward: a vision-language model that judges whether two images are consistent, and explains why."""
 
 import functools
 import math
@@ -56,16 +56,16 @@ from .prefix_sharing import order_for_sharing, share_prefixes
 
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Model types that take each image as one tensor of features, already encoded by the vision tower
+# Model types that accept images as features already encoded by the vision tower, one tensor per image
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
-# Images are encoded together up to 16 of 512 x 512 pixels, as many as a batch of 8 pairs of the published judges has:
-# about 1 GiB of activations in bf16
+# Pixels to encode together: 16 images of 512 x 512 pixels, the size of a batch of 8 pairs. About 1 GiB of activations in
+# bf16 for the published judges
 _PIXELS_PER_FORWARD = 2**22
-# Prefix that PeftModel adds to the model's own names
+# Prefix that PeftModel adds to the names of weights
 _PEFT_PREFIX = "base_model.model."
-# Configs of models that scale their logits after the head
-_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-# Layer names of adapters from before transformers 4.52 -> current names
+# Config entries of models that scale their logits after the head
+_LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+# Layer names in adapters older than transformers 4.52 -> current names
 _OLD_LAYERS = {r"^model\.(?=layers|norm|embed_tokens)": "model.language_model.", r"^visual": "model.visual"}
 
 
@@ -80,11 +80,11 @@ class PaCoReward:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Vision-language model. It is set to eval mode.
+            Vision-language model, which is set to eval mode.
         processor ([`~transformers.ProcessorMixin`]):
             Its processor.
         name (`str`, *optional*):
-            Name for reports. If `None`, the model's.
+            Name for reports. Defaults to the model's name.
         batch_size (`int`, *optional*, defaults to `8`):
             Questions per forward pass.
 
@@ -108,7 +108,7 @@ class PaCoReward:
         name: str | None = None,
         batch_size: int = 8,
     ):
-        if batch_size < 1:  # with a negative one no question would be asked
+        if batch_size < 1:  # a negative one would ask no question
             raise ValueError(f"`batch_size` is {batch_size}; it must be at least 1.")
         self.model = model.eval()
         self.processor = processor
@@ -116,9 +116,9 @@ class PaCoReward:
         self.name: str = name or model.name_or_path
         self.batch_size = batch_size
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
-        # These encode an image once, and questions share their beginnings. Others run in full: same scores, more work.
+        # These encode each image once, and questions share prefixes. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
-        self.question: str | None = None  # the one that it was trained on
+        self.question: str | None = None  # that it was trained on, if a single one
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -142,16 +142,16 @@ class PaCoReward:
                 Hub id or directory of a full model (a merged judge, or any vision-language model), or of a LoRA
                 adapter whose `adapter_config.json` names its base model.
             device (`str` or `torch.device`, *optional*):
-                Defaults to this process's own: its accelerator, or the CPU if there is none.
+                Defaults to this process's accelerator, or the CPU if there is none.
             dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
-                Dtype of the model; `"auto"` is that of its files.
+                Dtype of the model; `"auto"` keeps the dtype of its files.
             batch_size (`int`, *optional*, defaults to `8`):
                 Questions per forward pass.
             trust_remote_code (`bool`, *optional*, defaults to `False`):
                 Whether to run code that comes with the model.
             quantization (`str`, *optional*):
                 Quantization of the weights: `"nf4"` (bitsandbytes), `"int8"` or `"fp8"` (torchao). NF4 computes in
-                `dtype`, or in bfloat16 if that is `"auto"`. For others pass a `quantization_config`.
+                `dtype`, or in bfloat16 if that is `"auto"`. For other methods pass a `quantization_config`.
             **kwargs:
                 Further arguments of [`~transformers.PreTrainedModel.from_pretrained`]; `revision` and `subfolder`
                 apply to the named repository, not to an adapter's base model.
@@ -164,11 +164,11 @@ class PaCoReward:
         if quantization is not None:
             compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
             config = quantization_config(quantization, compute_dtype)
-            kwargs = dict(quantization_config=config, **kwargs)  # an error with both
-        # Before gigabytes are read: the tokenizer may lack Yes and No
+            kwargs = dict(quantization_config=config, **kwargs)  # raises if both are passed
+        # First, because the tokenizer may lack Yes and No, and the weights have gigabytes
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
-        # A live ZeRO-3 configuration would leave the weights empty
+        # An active ZeRO-3 config would leave the weights empty
         with without_zero3_init():
             options = {**base_kwargs, "dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
             network, info = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True, **options)
@@ -191,16 +191,16 @@ class PaCoReward:
             processor = AutoProcessor.from_pretrained(
                 model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs)
             )
-        except ValueError as error:  # such as of an image pipeline
-            raise ValueError(f"{model!r} is no vision-language model, which a judge is. {error}") from error
+        except ValueError as error:  # for an image pipeline, for example
+            raise ValueError(f"{model!r} is no vision-language model, as a judge must be. {error}") from error
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
-            raise ValueError(f"{model!r} has no chat template. Save one with its processor, or use another model.")
+            raise ValueError(f"{model!r} has no chat template. Save it with its processor, or use another model.")
         return processor
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of a sample of the weights. It tells judges of the same name apart."""
+        """Return a digest of sampled weights, which tells judges of the same name apart."""
         return weights_fingerprint(self.model)
 
     @property
@@ -222,15 +222,15 @@ class PaCoReward:
         """
         Score pairs of images.
 
-        Apart from rounding, a score does not depend on the other pairs of the call. An image of several pairs (the
-        same object or path) is encoded once.
+        Apart from rounding, a score does not depend on the other pairs of the call. An image shared by several pairs
+        (the same object or path) is encoded once.
 
         Args:
             images (`list[tuple]`):
                 Pairs; each image is a PIL image, a path, or the bytes of an image file.
             prompts (`str` or `list[str]`):
                 Question for each pair, or one for all. [`~paco_trl.data.theme_question`] and the other question
-                functions of `paco_trl.data` have those of the published code.
+                functions of `paco_trl.data` return the questions of the published code.
             symmetric (`bool`, *optional*, defaults to `False`):
                 Whether to score both orders of each pair and take the mean, at twice the cost.
 
@@ -242,17 +242,17 @@ class PaCoReward:
 
     def decide(self, images: list[ImagePair], prompts: str | list[str]) -> list[float | None]:
         """
-        Score pairs of images as [`~PaCoReward.score`] does, for a reward: `None` where Yes and No have less than half of
-        the probability at the first position, as of a model that thinks first.
+        Score pairs of images like [`~PaCoReward.score`], but return `None` if Yes and No have less than half of the
+        probability at the first position, for example because the model thinks first. Used by rewards.
         """
-        read = functools.partial(self._probabilities, least_mass=LEAST_MASS)
-        return self._query(check_pairs(images), self._check_prompts(prompts, len(images)), read)
+        read_answers = functools.partial(self._probabilities, least_mass=LEAST_MASS)
+        return self._query(check_pairs(images), self._check_prompts(prompts, len(images)), read_answers)
 
     def score_sets(
         self, image_sets: list[list[ImageSource]], prompts: str | list[str], symmetric: bool = False
     ) -> list[float]:
         """
-        Score sets of images: the mean over all unordered pairs of a set, those of `itertools.combinations`.
+        Score sets of images by the mean over all unordered pairs (`itertools.combinations`).
 
         Args:
             image_sets (`list[list]`):
@@ -271,7 +271,7 @@ class PaCoReward:
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float]:
         """
-        Score questions about one image each, such as whether it shows what a text says.
+        Score questions about one image each, for example whether it shows what a text says.
 
         Args:
             images (`list`):
@@ -285,30 +285,30 @@ class PaCoReward:
     def rate(self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int = 5) -> list[float | None]:
         """
         Rate images by a rubric: the mean of the numbers 0 to `scale`, weighted by their probabilities at the first
-        position of the answer, divided by `scale`; `None` where they have less than half of the probability.
+        position of the answer, divided by `scale`; `None` if they have less than half of the probability.
 
         Args:
             images (`list[tuple]`):
                 Pairs of images, or tuples of one image; see [`~PaCoReward.score`].
             prompts (`str` or `list[str]`):
-                Rubric for each, or one for all, that asks for a number from 0 to `scale` and for nothing before it.
+                Rubric for each, or one for all. It should ask for a number from 0 to `scale` before anything else.
             scale (`int`, *optional*, defaults to `5`):
                 Best rating, 1 to 9; the tokenizer must have each number as a token.
         """
         tokens = digit_tokens(self.processor.tokenizer, scale)
         ids = torch.tensor(list(tokens.values()), device=self._network.get_output_embeddings().weight.device)
-        read = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
+        read_answers = functools.partial(self._token_logprobs, tokens=list(tokens), ids=ids)
         groups = [check_list(group, "images[...]") for group in check_list(images)]
-        answers = self._query(groups, self._check_prompts(prompts, len(groups)), read)
+        answers = self._query(groups, self._check_prompts(prompts, len(groups)), read_answers)
         return [expected_rating(answer.items(), scale) for answer in answers]
 
     def top_logprobs(
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float]]:
         """
-        Return the 20 likeliest first tokens of each answer with their log-probabilities, as a server lists them.
+        Return the 20 likeliest first tokens of each answer with their log-probabilities, like a server.
 
-        The evaluations use it for `protocol="published"`. It depends on the logits in the dtype of the model.
+        Evaluations with `protocol="published"` use them. They come from the logits in the dtype of the model.
 
         Args:
             images (`list[tuple]`), prompts (`str` or `list[str]`):
@@ -322,7 +322,7 @@ class PaCoReward:
     @torch.inference_mode()
     def explain(self, images: list[ImagePair], prompts: str | list[str], max_new_tokens: int = 512) -> list[str]:
         """
-        Generate the full answers greedily: Yes or No, and the reasons.
+        Generate full answers greedily: Yes or No, and the reasons.
 
         Args:
             images (`list[tuple]`), prompts (`str` or `list[str]`):
@@ -339,7 +339,7 @@ class PaCoReward:
                 for image in pair
             ]
             inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
-            # The published generation configs sample and penalize repetitions; an explanation should match the score
+            # Overrides the published configs, which sample and penalize repetitions: explanations should match scores
             with torch.autocast(self.device.type, enabled=False):
                 generated = self.model.generate(
                     **inputs, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0
@@ -357,9 +357,9 @@ class PaCoReward:
         self._hidden_state = args[0]
 
     def _probabilities(self, inputs: dict, least_mass: float = 0.0) -> list[float | None]:
-        """Compute P(Yes) / (P(Yes) + P(No)) of each row: the sigmoid of the difference of the two logits."""
+        """Compute P(Yes) / (P(Yes) + P(No)) of each row, the sigmoid of the difference between the two logits."""
         logits, hidden = self._last_logits(inputs)
-        # In float32 from the hidden state: the logits of a bf16 model are too coarse, an eighth apart above 16
+        # In float32 from the hidden state: bf16 logits are too coarse, spaced by 1/8 above 16
         if scales_logits(self._network.config):
             logits = logits.float()
             difference = logits[:, self.yes_id] - logits[:, self.no_id]
@@ -373,14 +373,14 @@ class PaCoReward:
         return [None if mass < least_mass else score for score, mass in zip(scores, masses, strict=True)]
 
     def _masses(self, logits: torch.Tensor, ids: list[int] | torch.Tensor, answers: str) -> list[float]:
-        """Return the probability of some tokens together in each row of logits `(B, V)`; note where it is too small."""
+        """Return the total probability of some tokens in each row of logits `(B, V)`; record why if it is too small."""
         masses = logits.float().softmax(dim=-1)[:, ids].sum(dim=-1).tolist()
         for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
             if mass < LEAST_MASS:
                 token = self.processor.tokenizer.decode([likeliest])
                 self.missing_score_reason = (
-                    f"{answers} have {mass:.2%} of the probability of the judge's first token, of which half is required; "
-                    f"the likeliest is {token!r}"
+                    f"{answers} have {mass:.2%} of the probability of the judge's first token, of which half "
+                    f"is required; the likeliest is {token!r}"
                 )
         return masses
 
@@ -391,7 +391,7 @@ class PaCoReward:
         return logits, hidden
 
     def _token_logprobs(self, inputs: dict, tokens: list[str], ids: torch.Tensor) -> list[dict[str, float]]:
-        """Compute the log-probabilities of some tokens, whose logits are as precise as in `_probabilities`."""
+        """Compute the log-probabilities of some tokens, from float32 logits as in `_probabilities`."""
         logits, hidden = self._last_logits(inputs)
         logits = logits.float()
         self._masses(logits, ids, f"The digits {tokens[0].strip(SPACES)} to {tokens[-1].strip(SPACES)}")
@@ -402,14 +402,14 @@ class PaCoReward:
         return [dict(zip(tokens, row, strict=True)) for row in logits.log_softmax(dim=-1)[:, ids].tolist()]
 
     def _top_tokens(self, inputs: dict) -> list[dict[str, float]]:
-        """Return the log-probabilities of the likeliest tokens of each row, by their text."""
+        """Return the likeliest tokens of each row, as text, with their log-probabilities."""
         logits, _ = self._last_logits(inputs)
         values, ids = logits.float().log_softmax(dim=-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))  # (B, 20)
         rows = []
         for logprobs, tokens in zip(values.tolist(), ids.tolist(), strict=True):
             row: dict[str, float] = {}
             for logprob, token in zip(logprobs, tokens, strict=True):
-                # Tokens may share a text: the likelier one comes first
+                # Tokens may share a text: keep the likelier one, which comes first
                 row.setdefault(self.processor.tokenizer.decode([token]), logprob)
             rows.append(row)
         return rows
@@ -422,10 +422,10 @@ class PaCoReward:
         self,
         groups: Sequence[ImageGroup],
         prompts: list[str],
-        read: Callable[[dict], list],
+        read_answers: Callable[[dict], list],
         labels: tuple[str, str] | None = None,
     ) -> list:
-        """Return what `read` computes from the inputs of each question."""
+        """Return one answer per question, computed from the inputs of a batch by `read_answers`."""
         keys = [tuple(image_key(image) for image in group) for group in groups]
         order = order_for_sharing(keys, prompts)
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
@@ -436,54 +436,54 @@ class PaCoReward:
                 inputs = self._inputs([prompts[index] for index in indices], images, labels)
                 if self._takes_encoded_images:
                     inputs = share_prefixes(self._network, inputs, [keys[index] for index in indices])
-                for index, answer in zip(indices, read(inputs), strict=True):
+                for index, answer in zip(indices, read_answers(inputs), strict=True):
                     values = answer.values() if isinstance(answer, dict) else [answer]
                     if any(value is not None and math.isnan(value) for value in values):
                         raise ValueError(
-                            f"The score of question {index} is not a number: weights of {self.name!r} overflow in "
-                            f"{self.model.dtype}, or are not finite. Try 'float32'."
+                            f"The score of question {index} is not a number: {self.name!r} overflows in {self.model.dtype}, "
+                            "or has weights that are not finite. Try 'float32'."
                         )
                     answers[index] = answer
         return answers
 
     def _image_batches(self, groups: Sequence[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
-        """Yield the images of each batch, loaded and encoded once and kept until the last batch that uses them."""
+        """Yield the images of each batch; each is loaded and encoded once, and kept until the last batch that uses it."""
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
         batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
         last_use = {key: batch_number for batch_number, keys in enumerate(batch_keys) for key in keys}
-        ready: dict = {}
+        encoded_images: dict = {}
         for batch_number, keys in enumerate(batch_keys):
-            if not ready.keys() >= set(keys):
-                # Images of later batches are encoded along with those of this one, as far as the pixels go
-                missing: dict = {}
+            if not encoded_images.keys() >= set(keys):
+                # Encode images of later batches along with these, as far as the pixel budget allows
+                new_images: dict = {}
                 pixels = 0
                 indices = chain.from_iterable(batches[batch_number:])
                 upcoming = ((index, image) for index in indices for image in groups[index])
-                for number_seen, (index, image) in enumerate(upcoming):
+                for position, (index, image) in enumerate(upcoming):
                     key = image_key(image)
-                    if key in ready or key in missing:
+                    if key in encoded_images or key in new_images:
                         continue
-                    if number_seen >= len(keys) and pixels >= pixel_budget:
+                    if position >= len(keys) and pixels >= pixel_budget:
                         break
-                    missing[key] = load_image(image, self.patch_size, f"An image of question {index}")
-                    pixels += math.prod(missing[key].size)
-                ready.update(zip(missing, self._encode(list(missing.values())), strict=True))
-            images = [ready[key] for key in keys]
-            ready = {key: image for key, image in ready.items() if last_use[key] > batch_number}
+                    new_images[key] = load_image(image, self.patch_size, f"An image of question {index}")
+                    pixels += math.prod(new_images[key].size)
+                encoded_images.update(zip(new_images, self._encode(list(new_images.values())), strict=True))
+            images = [encoded_images[key] for key in keys]
+            encoded_images = {key: image for key, image in encoded_images.items() if last_use[key] > batch_number}
             yield images
 
     def _inputs(self, prompts: list[str], images: list, labels: tuple[str, str] | None = None) -> dict[str, Any]:
-        """Build left-padded inputs from the images of all questions: PIL images, or features and grids."""
+        """Build left-padded inputs from the images of all questions, either PIL images or features with patch grids."""
         count = len(images) // len(prompts)
         content = [{"type": "image"}] * count
         if labels is not None:
             content = list(chain(*(({"type": "text", "text": label}, {"type": "image"}) for label in labels)))
         turns = [[{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}] for prompt in prompts]
         texts = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        # The chat template has already written the special tokens
+        # The chat template has already added the special tokens
         text_kwargs = {"padding": True, "padding_side": "left", "add_special_tokens": False, "return_tensors": "pt"}
         if isinstance(images[0], Image.Image):
-            # Some processors must know which images belong to which text
+            # Some processors need to know which images belong to which text
             groups = [images[start : start + count] for start in range(0, len(images), count)]
             return self.processor(text=texts, images=groups, **text_kwargs).to(self.device)
 
@@ -497,7 +497,7 @@ class PaCoReward:
         return {**inputs, "mm_encoder_outputs": {"image": encoded}}
 
     def _encode(self, images: list[Image.Image]) -> list:
-        """Encode images to features and patch grids in one forward pass if the model takes these."""
+        """Encode images to features and patch grids in one forward pass, if the model accepts those."""
         if not self._takes_encoded_images:
             return images
         inputs = self.processor.image_processor(images, return_tensors="pt")
@@ -509,18 +509,18 @@ class PaCoReward:
 
 
 def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Look up the token ids of Yes and No, each of which must be one token."""
+    """Look up the token ids of Yes and No, which must be one token each."""
     yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ("Yes", "No"))
     if len(yes) != 1 or len(no) != 1:
         raise ValueError(
-            f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}, but a judge reads "
-            "each at one position. Use another model, such as Qwen2.5-VL."
+            f"{type(tokenizer).__name__} encodes 'Yes' as {len(yes)} tokens and 'No' as {len(no)}, but a judge must "
+            "have one token for each. Use another model, for example Qwen2.5-VL."
         )
     return yes[0], no[0]
 
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, scale: int) -> dict[str, int]:
-    """Look up the tokens of the numbers 0 to `scale`, alone and after a space, and their ids."""
+    """Look up the tokens of the numbers 0 to `scale`, with and without a leading space, and their ids."""
     digits, vocabulary = digits_of(scale), tokenizer.get_vocab()
     tokens = [space + digit for digit in digits for space in ("", *SPACES) if space + digit in vocabulary]
     if missing := {*digits} - {token[-1] for token in tokens}:
@@ -532,7 +532,7 @@ def decision_direction(
     head: torch.nn.Module, decision_ids: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
-    # One by one: a list of indices is copied to the device, and the host waits for the copy
+    # One by one: the host would wait for a list of indices to be copied to the device
     yes, no = (head.weight.detach()[token].float() for token in decision_ids)
     if head.bias is None:
         return yes - no, 0.0
@@ -541,13 +541,13 @@ def decision_direction(
 
 
 def scales_logits(config: PreTrainedConfig) -> str | None:
-    """Return the name of a scaling of the logits after the head, with which [`decision_direction`] is not enough."""
+    """Return the config entry that scales the logits after the head, if any: [`decision_direction`] would miss it."""
     text_config = config.get_text_config()
-    return next((name for name in _SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)
+    return next((name for name in _LOGIT_SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)
 
 
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """Return the base model of an adapter, or the model itself; its loading arguments; and whether it is a base."""
+    """Return the base model of an adapter, or the model itself, its loading arguments, and whether it is an adapter."""
     check_model_name(model)
     check_adapter_name(model, "judge")
     hub_kwargs = hub_arguments(kwargs)
@@ -557,23 +557,23 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
         config = PeftConfig.from_pretrained(model, **hub_kwargs)
         base = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
     if not base:
-        raise ValueError(f"{model!r} names no base: set `base_model_name_or_path` in its adapter_config.json.")
+        raise ValueError(f"{model!r} names no base model. Set `base_model_name_or_path` in its adapter_config.json.")
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
 
 
 def read_judge_config(model: str) -> PreTrainedConfig:
-    """Return the config of a judge, or of the base model of an adapter; say so if it is none."""
+    """Return the config of a judge, or of an adapter's base model, or raise an error that names the model."""
     try:
         return AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
-    except (OSError, ValueError) as error:  # its message may not name the model
+    except (OSError, ValueError) as error:  # whose message may not name the model
         is_pipeline = os.path.isfile(os.path.join(model, "model_index.json"))
-        hint = " It is an image pipeline: give a vision-language model." if is_pipeline else ""
+        hint = " It is an image pipeline: pass a vision-language model." if is_pipeline else ""
         raise OSError(f"The reward model '{model}' cannot be read.{hint} {error}") from error
 
 
 def _check_loading(model: str, info: dict) -> None:
-    # transformers only reports these: missing weights are then random, unexpected ones ignored
+    # transformers only warns: missing weights are left random, and unexpected ones ignored
     faults = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     if any(faults.values()):
         counts = [f"{len(names)} weights are {kind} ({names[0]}, ...)" for kind, names in faults.items() if names]
@@ -584,7 +584,7 @@ def _check_loading(model: str, info: dict) -> None:
 
 
 def rename_old_layers(names: Iterable[str], model_type: str) -> list[str]:
-    """Rename layers or weights of adapters that were trained before transformers 4.52."""
+    """Update layer or weight names of adapters that were trained before transformers 4.52."""
     for old, new in _OLD_LAYERS.items() if model_type in _ENCODED_IMAGES else ():
         names = [re.sub(old, new, name) for name in names]
     return list(names)
@@ -596,26 +596,26 @@ def has_processor(model: str, **hub_kwargs) -> bool:
 
 
 def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> PeftModel:
-    """Add an adapter, possibly with old layer names, to a vision-language model."""
+    """Load an adapter, possibly with old layer names, into a vision-language model."""
     model_type = network.config.model_type
     file = find_adapter_file(adapter, **hub_kwargs)  # PEFT would fall back to a pickle
     with reading(f"The adapter {adapter!r}", "Save it again, or name another"):
-        config, saved = PeftConfig.from_pretrained(adapter, **hub_kwargs), load_file(file)
+        config, state_dict = PeftConfig.from_pretrained(adapter, **hub_kwargs), load_file(file)
     config.inference_mode = True
-    if not isinstance(config.target_modules, str):  # a pattern, or a list which may be of whole names
+    if not isinstance(config.target_modules, str):  # a list, possibly of full names; a string is a pattern
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
-    names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in saved), model_type)
-    weights = dict(zip((_PEFT_PREFIX + name for name in names), saved.values(), strict=True))
+    names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in state_dict), model_type)
+    weights = dict(zip((_PEFT_PREFIX + name for name in names), state_dict.values(), strict=True))
     try:
         model = get_peft_model(network, config)
         set_peft_model_state_dict(model, weights)
         # PEFT drops weights without a layer, and initializes layers without weights
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-        if different := sorted(weights.keys() ^ expected.keys()):
-            raise ValueError(f"missing or unexpected weights {different}.")
-    except Exception as error:  # PEFT trusts a config, so that any error can come
+        if mismatched := sorted(weights.keys() ^ expected.keys()):
+            raise ValueError(f"missing or unexpected weights {mismatched}.")
+    except Exception as error:  # PEFT does not validate a config, so that any error may occur
         raise ValueError(
             f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
-            "If another version of transformers trained it, merge it with that version."
+            "If it was trained with another version of transformers, merge it with that version."
         ) from error
     return model

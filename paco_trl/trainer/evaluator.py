@@ -27,7 +27,7 @@ from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
 from ..rewards.image_statistics import image_metrics, measure_images
-from ..rewards.limits import check_scored
+from ..rewards.limits import check_evaluation_scores
 from ..rewards.scoring import RewardScorer
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.policy import Policy
@@ -105,7 +105,7 @@ class Evaluator:
                         pictures.append((done.number, thumbnail(done.image, len(done.samples))))
                     done.image = None
         scores = scoring.scores
-        check_scored(self.rewards, scores.rewards, args.max_excluded_images)
+        check_evaluation_scores(self.rewards, scores.rewards, args.max_excluded_images)
         logged = scores.metrics | image_metrics(measured, generations)
         by_number = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_number.items())], dtype=torch.float64)
@@ -223,7 +223,7 @@ def _add_mean(
 def save_baseline(path: Path, key: str, baseline: Evaluation) -> None:
     """Save a baseline, so that a resumed run does not generate it again: with all weights trained it could not."""
     pictures = {number: torch.tensor(np.asarray(picture)) for number, picture in baseline.pictures.items()}
-    logged = json.dumps([baseline.extra, baseline.logged], default=str)
+    logged = json.dumps([baseline.extra, baseline.logged_metrics], default=str)
     content = vars(baseline) | {"key": key, "pictures": pictures, "extra": logged, "logged": None}
     buffer = io.BytesIO()
     torch.save(content, buffer)

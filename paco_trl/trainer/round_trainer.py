@@ -531,8 +531,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             "time/encode": encode_time,
             "time/rollout": rollout_time,
             "time/resample": 0.0,
-            "time/reward": scoring.scores.waited,
-            "time/reward_hidden": scoring.scores.hidden,
+            "time/reward": scoring.scores.wait_seconds,
+            "time/reward_hidden": scoring.scores.hidden_seconds,
             "rollout_images_per_second": self.round_plan.num_images / rollout_time,
         } | round.metrics
         return scoring.scores
