@@ -401,10 +401,10 @@ class TestChecks:
         hub.add_repo("tester/adapter", {"README.md": b"", "LICENSE.txt": b"", **others})
         outcome = run(prepare, "tester/adapter")
         assert outcome["error"] == "ValueError"
-        assert "tester/adapter has 3 files of something else" in outcome["message"]
+        assert "tester/adapter has 3 other files" in outcome["message"]
         assert run(prepare, "tester/empty")["result"]
         # A new branch would begin with them
-        assert "files of something else" in run(prepare, "tester/adapter", revision="try")["message"]
+        assert "other files" in run(prepare, "tester/adapter", revision="try")["message"]
         assert list(hub.repos["model", "tester/adapter"].branches) == ["main"]
 
     def test_a_model_of_something_else_is_there(self, hub, run):

@@ -139,7 +139,7 @@ class TestCommand:
         save_checkpoint(run, 40)
         hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
         code, said = push(run, "--hub_model_id", "tester/taken")
-        assert code == 1 and "files of something else" in said
+        assert code == 1 and "other files" in said
         assert push(run, "--hub_model_id", "other")[0] == push("--folder", run)[0] == 0
         assert hub.repos["model", "tester/mine"].private and not hub.repos["model", "tester/other"].private
         assert b"# step 40" in hub.files("tester/mine", "model")["README.md"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The Hugging Face Hub: what is saved beside a model (`paco_trl.json`), the card made of it, and pushes.
+Hugging Face Hub integration: the settings saved with a model (`paco_trl.json`), its card, and pushes.
 
-[`ImageModelCard`] and [`JudgeCard`] are filled in by a trainer, from a file or by hand.
+A trainer fills in an [`ImageModelCard`] or a [`JudgeCard`]; they can also be loaded from a file or written by hand.
 """
 
 from typing import TYPE_CHECKING
@@ -27,5 +27,5 @@ __all__ = [
     "render_card", "save_card", "save_settings",
 ]  # fmt: skip
 
-# Lazy, so that names of files come without `datasets`
+# Lazy, so that importing the file names does not import `datasets`
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

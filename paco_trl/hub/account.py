@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a token and a repository before a run."""
+"""Checks of the token and the repository before a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,22 +21,23 @@ from ..utils.names import is_same_model, public_name
 from .files import SETTINGS, is_one_of
 
 
-# The common class of the Hub's errors and of connection errors; its name depends on the version of huggingface_hub
+# The common base class of Hub and connection errors; its name depends on the version of huggingface_hub
 HTTPError = HfHubHTTPError.__bases__[0]
-_OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises Python's
+_OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises the built-in ones
 
-# Files of a repository in which nothing was published yet
+# Files of a repository that has no model yet
 _UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
 
-# Seconds to connect, read and write, and to get a connection. The Hub's client has no timeout: a run would hang forever
+# Seconds to connect, read, write, and wait for a connection. Without them the Hub's client, and the run, may hang forever
 _TIMEOUT = (30.0, 120.0, 120.0, None)
 
 
 @contextmanager
 def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
     """
-    Raise a `ConnectionError` with a remedy where the Hub does not answer, or is overloaded, also after the retries of its
-    client. What the Hub refuses stays its own error.
+    Raise a `ConnectionError` with a remedy if the Hub does not answer, or is still overloaded after its client's retries.
+
+    Requests that the Hub refuses keep their error.
     """
     session = get_session()
     if session.timeout.read is None:
@@ -45,10 +46,12 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
         yield
     except (*_OUTAGES, RuntimeError) as error:
         cause: BaseException = error
-        while type(cause) is RuntimeError and cause.__cause__ is not None:  # an upload to LFS wraps its error
+        while type(cause) is RuntimeError and cause.__cause__ is not None:  # LFS uploads wrap their error
             cause = cause.__cause__
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 503
-        is_local = isinstance(cause, OfflineModeIsEnabled) or not isinstance(cause, _OUTAGES)  # such as a missing file
+        is_local = isinstance(cause, OfflineModeIsEnabled) or not isinstance(
+            cause, _OUTAGES
+        )  # a missing file, for example
         if is_local or (status < 500 and status not in (408, 409, 412, 425, 429)):
             raise
         raise ConnectionError(
@@ -60,57 +63,59 @@ def find_repository(
     api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model", revision: str | None = None
 ) -> tuple[str, Any]:
     """
-    Check the token, and that an existing repository can be written to and is private where that is asked for.
+    Check the token, and that an existing repository is writable, and private if `private` is set.
 
-    Return the full id and the repository's `ModelInfo` or `DatasetInfo`, `None` where it does not exist.
+    Returns the full id and the repository's `ModelInfo` or `DatasetInfo`, `None` if it does not exist.
     """
     with hub_outages(api):
         user = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
         try:
             info = api.repo_info(repo_id, repo_type=repo_type, revision=revision)
-        except RevisionNotFoundError:  # a new branch begins with what is on the main one
+        except RevisionNotFoundError:  # a new branch starts from the main one
             info = api.repo_info(repo_id, repo_type=repo_type)
         except RepositoryNotFoundError:
             return repo_id, None
         api.auth_check(repo_id, repo_type=repo_type, write=True)
     if private and not info.private:
-        # `private=True` of the Hub's client is for a new repository, and ignored for an existing one
-        raise ValueError(f"{repo_id} exists and is public. Make it private in its settings, or name another one.")
+        # The Hub's client ignores `private=True` for existing repositories
+        raise ValueError(
+            f"{repo_id} exists and is public. Make it private in its settings, or choose another repository."
+        )
     return repo_id, info
 
 
 def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_files: list[str]) -> None:
     """
-    Check that a push replaces nothing but an earlier state of the model.
+    Check that a push only replaces an earlier version of the model.
 
-    Weights at other places than `published_files`, patterns, would stay next to those of the push.
+    Weights that do not match the patterns `published_files` would remain next to the pushed ones.
     """
     files = {file.rfilename for file in info.siblings or []} - _UNPUBLISHED_FILES
     if not files:
         return
     if SETTINGS not in files:
         raise ValueError(
-            f"{info.id} has {len(files)} files of something else, such as {min(files)!r}, and no {SETTINGS}. Name "
-            "another repository, or delete them."
+            f"{info.id} has {len(files)} other files, such as {min(files)!r}, and no {SETTINGS}, so paco_trl did not "
+            "create it. Choose another repository, or delete them."
         )
     weights = {name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]}
     if other_weights := [name for name in weights if not is_one_of(name, published_files)]:
         raise ValueError(
-            f"{info.id} has other weights, such as {min(other_weights)!r}. Name another repository, or delete them."
+            f"{info.id} has other weights, such as {min(other_weights)!r}. Choose another repository, or delete them."
         )
     with hub_outages(api):
         other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
-            f"{info.id} has a model made of {other_base}, not of {public_name(base_model)}. Name another one."
+            f"{info.id} has a model trained from {other_base}, not from {public_name(base_model)}. Choose another repository."
         )
 
 
 def prepare_repository(
     api: HfApi, repo_id: str, private: bool | None, revision: str | None, base_model: str | None, files: list[str]
 ) -> str:
-    """Check a repository, create it and the branch where they do not exist, and return the full id."""
+    """Check a repository, create it and the branch if they do not exist, and return the full id."""
     repo_id, info = find_repository(api, repo_id, private, revision=revision)
     if info is not None:
         check_contents(api, info, base_model, files)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render a card as Markdown with the Hub's metadata."""
+"""Rendering of cards as Markdown with the Hub's metadata."""
 
 import glob
 import json
@@ -24,14 +24,14 @@ from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pict
 from .settings import ImageModelCard, JudgeCard, save_settings
 
 
-# The Hub's names of a judge's metrics, and their labels
+# Metrics of a judge -> their Hub identifiers and labels
 _JUDGE_METRICS = {
     "auroc": ("roc_auc", "AUROC"),
     "decision_accuracy": ("accuracy", "Accuracy of the decision"),
     "ece": ("ece", "Calibration error (ECE, 10 bins)"),
 }
 
-# Where an evaluation adds its results to a card
+# Marks where evaluations add their results to a card
 RESULTS = "<!-- results -->"
 
 _CITATIONS = yaml.safe_load(read_template("citations.yaml"))
@@ -39,15 +39,15 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
 
 
 def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
-    """Render a card. A section or a row appears only if it has content."""
+    """Render a card. Sections and rows without content are left out."""
     is_judge = isinstance(card, JudgeCard)
     template = _TEMPLATES.get_template(f"paco_{'reward' if is_judge else 'grpo'}_model_card.md.jinja")
     base_model = public_name(card.base_model)
     bases = _CITATIONS["bases"].items()
-    cited = next((citation for part, citation in bases if part.lower() in base_model.lower()), None)
+    base_citation = next((citation for part, citation in bases if part.lower() in base_model.lower()), None)
     lora_rows = [*card.lora.rows()] if card.lora else []
     settings = [(f"`{name}`", value) for name, value in card.settings.items()]
-    shown: dict[str, Any] = {
+    context: dict[str, Any] = {
         "card": card,
         "results": RESULTS,
         "base_model": base_model,
@@ -55,24 +55,24 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
         "repository": repository(),
         "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if "/" in base_model else base_model,
-        "is_base_on_hub": "/" in base_model,  # also if it was loaded from the Hub's cache
+        "is_base_on_hub": "/" in base_model,  # even if it was loaded from the Hub's cache
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
         "settings": [*lora_rows, *settings] if settings else [],
         "lora_rows": lora_rows,
         "time": _duration(card.seconds) if card.seconds else None,
-        "citations": [card.paper["citation"].strip(), _CITATIONS["trl"], *filter(None, [cited])],
-        "is_base_cited": cited is not None,
+        "citations": [card.paper["citation"].strip(), _CITATIONS["trl"], *filter(None, [base_citation])],
+        "is_base_cited": base_citation is not None,
         "cell": markdown_text,
     }
     if isinstance(card, JudgeCard):
-        shown["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
-        shown["question"] = repr(card.settings.get("question") or theme_question("A fox through the four seasons"))
-        shown["accuracy_intervals"] = [
+        context["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
+        context["question"] = repr(card.settings.get("question") or theme_question("A fox through the four seasons"))
+        context["accuracy_intervals"] = [
             _interval(evaluation["decision_accuracy"], evaluation["pairs"]) for evaluation in card.evaluations.values()
         ]
     else:
-        shown |= {"code": _code, **_example(card)}
-    rendered = ModelCard(template.render(shown, card_data=metadata(card).to_yaml()))
+        context |= {"code": _code, **_example(card)}
+    rendered = ModelCard(template.render(context, card_data=metadata(card).to_yaml()))
     rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
     return rendered
 
@@ -81,13 +81,14 @@ def save_card(
     card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
 ) -> None:
     """
-    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; those of an earlier card that it lacks go.
+    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; delete the pictures of an earlier card that it
+    no longer has.
 
     Raises:
-        ValueError: If the directory has such files that paco_trl did not write.
+        ValueError: If the directory already has files of these names that paco_trl did not write.
     """
-    if foreign := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
-        raise ValueError(foreign)
+    if error := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
+        raise ValueError(error)
     with saving_with_card(card, folder, pictures or {}):
         pass
 
@@ -100,15 +101,15 @@ def saving_with_card(
     published_files: Iterable[str] = (),
 ) -> Iterator[None]:
     """
-    Save a card with the weights that the body saves, in place of an earlier model.
+    Save a card together with the weights that the body of the `with` saves, replacing an earlier model.
 
-    All files become new ones: an upload may link to the old ones.
+    Old files are deleted rather than overwritten: a pending upload may hard-link to them.
     """
     folder, old_pictures = Path(folder), saved_pictures(folder) or set()
     for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
         if name in old_pictures - {*card.pictures} if name.endswith(".png") else name != SETTINGS:
             path.unlink()
-    save_settings(card, folder)  # before what it lists: also after a kill this is known to be the package's own
+    save_settings(card, folder)  # first, so that the files it lists count as paco_trl's even after a kill
     yield
     open_weights(select_files(folder, published_files).values())
     for name, picture in pictures.items():
@@ -119,13 +120,13 @@ def saving_with_card(
     write_atomically(folder / "README.md", str(render_card(card)), durable=False)
 
 
-def card_for(card: ImageModelCard | JudgeCard, repo_id: str, saved: str) -> str:
-    """Return a saved card for the repository that it goes to, by whose name its code loads the model."""
+def card_for(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:
+    """Replace the repository id in the code snippets of a rendered card with the repository it is pushed to."""
     not_base_model = (
-        r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # base models, and a name of a served one
+        r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # keep base models, and the name of a served model
     )
     name = re.compile(rf'({not_base_model}"|--model_name_or_path ){re.escape(card.repo_id)}(?="|\s)')
-    return re.sub("```.*?```", lambda code: name.sub(rf"\g<1>{repo_id}", code[0]), saved, flags=re.DOTALL)
+    return re.sub("```.*?```", lambda code: name.sub(rf"\g<1>{repo_id}", code[0]), markdown, flags=re.DOTALL)
 
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
@@ -137,7 +138,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         gallery = card.gallery
         library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
     license, base_model = card.license, public_name(card.base_model)
-    on_hub = "/" in base_model  # a local path means nothing to others
+    on_hub = "/" in base_model  # the Hub does not know local models
     results = [EvalResult(task_type=task, **result) for result in _results(card)]
     return ModelCardData(
         library_name=library,
@@ -149,7 +150,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         license_name=license.name if license else None,
         license_link=license.link if license else None,
         tags=sorted({*card.tags, *(["lora"] if is_adapter else [])}),
-        # Images that the Hub shows with their prompts
+        # Images that the Hub's widget shows with their prompts
         widget=[{"text": prompt, "output": {"url": name}} for name, prompt in gallery.items()] or None,
         model_name=card.title if results else None,
         eval_results=results or None,
@@ -157,7 +158,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
 
 
 def _example(card: ImageModelCard) -> dict[str, Any]:
-    """Return what the snippets generate: prompts in lines of code, their layout, and arguments of the pipeline's call."""
+    """Return what the snippets generate: prompts as lines of code, their layout, and arguments of the pipeline call."""
     prompt, layout, arguments = card.prompt, card.layout, card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
@@ -166,7 +167,7 @@ def _example(card: ImageModelCard) -> dict[str, Any]:
         prompt, layout = row["prompt"], [row["rows"], row["cols"]]
         height, width = card.settings.get("inference_size") or (row["height"], row["width"])
         arguments = {"height": height, "width": width, **arguments}
-    # Joined, the lines are the prompt
+    # The joined lines are the prompt
     wrapper = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     texts = prompt if isinstance(prompt, list) else [prompt]
     prompts = [[json.dumps(line, ensure_ascii=False) for line in wrapper.wrap(text)] for text in texts]
@@ -204,8 +205,8 @@ def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:
 
 
 def _interval(fraction: float, count: int) -> str:
-    """Compute the 95 % interval of a fraction (Wilson) of independent pairs."""
-    from scipy.stats import binomtest  # takes a second to import
+    """Compute the 95 % Wilson interval of a fraction of independent pairs."""
+    from scipy.stats import binomtest  # a slow import
 
     interval = binomtest(round(fraction * count), count).proportion_ci(method="wilson")
     return f"{interval.low:.4f} to {interval.high:.4f}"

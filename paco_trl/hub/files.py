@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Select the files of a published model, and tell those that the package wrote from the user's own. The rest of a checkpoint
-(optimizer, states) stays on this machine.
+File names and patterns of published models, and which files paco_trl wrote.
+
+The rest of a checkpoint (optimizer, random states) is not published.
 """
 
 from collections.abc import Iterable
@@ -12,23 +13,23 @@ from ..utils.files import read_record
 from ..utils.text import some_of
 
 
-# What was trained and how, see `settings.py`
+# Settings of the model and its training, see `settings.py`
 SETTINGS = "paco_trl.json"
-# In a checkpoint: its run and its files. In an output directory: that a run has begun there
+# In a checkpoint, the record of its run and files; in an output directory, the mark of a started run
 RUN_FILE = "run.json"
-# What a run writes besides models, as patterns
+# Patterns of what a run writes besides models
 _ROUND, _STEP = "round_" + "[0-9]" * 5, "_step_" + "[0-9]" * 6
 RUN_OUTPUTS = [
     "curves.csv", "curves.png", f"contact_sheets/{_ROUND}.*", f"contact_sheets/*{_STEP}.*",
     f"contact_sheets/card/{_ROUND}.png", f"contact_sheets/card/[0-9]_{_ROUND}.png", f"contact_sheets/card/*{_STEP}.png",
     "evaluation/*_baseline.pt", *(f"evaluation/*-{kind}-{'[0-9]' * 6}.png" for kind in ("calibration", "wrong_pairs")),
 ]  # fmt: skip
-# Images of the card, as patterns
+# Patterns of the card's images
 PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png",
     "images/[0-3].png",
 ]  # fmt: skip
-JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # with any `metric_key_prefix` in front
+JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # after any `metric_key_prefix`
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -37,7 +38,7 @@ _PROCESSOR = [
 _ENDINGS = [".safetensors", "-*-of-*.safetensors", ".safetensors.index.json"]
 _JUDGE_CARD = [SETTINGS, "README.md", *JUDGE_PICTURES]
 
-# Patterns; `*` does not cross directories
+# Patterns, in which `*` does not cross directories
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 # An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
 PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", SETTINGS, "README.md", *PICTURES]
@@ -53,32 +54,32 @@ JUDGE = ["config.json", "generation_config.json", *_JUDGE_WEIGHTS, *_PROCESSOR, 
 
 
 def select_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, Path]:
-    """Return the files of a directory that match patterns, by their path in it."""
+    """Map relative paths to the files of a directory that match any of the patterns."""
     folder = Path(folder)
     paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a path in a repository matches one of the patterns."""
+    """Return whether a path in a repository matches any of the patterns."""
     return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in patterns)
 
 
 def saved_pictures(folder: str | Path) -> set[str] | None:
-    """Return the names of the card's images in a directory, by its `paco_trl.json`; `None` without this file."""
+    """Return the card's images that the directory's `paco_trl.json` lists, `None` without that file."""
     values = read_record(Path(folder) / SETTINGS)
     pictures = values.get("pictures", [])
     return {*map(str, pictures)} if values.get("kind") and isinstance(pictures, list) else None
 
 
 def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
-    """Return an error that names the files of these patterns that paco_trl did not write, or `None`."""
-    # `paco_trl.json` stands for the model beside it, and lists images; a run's record for what a run writes
+    """Return an error message about files of these patterns that paco_trl did not write, or `None`."""
+    # `paco_trl.json` vouches for the model beside it and the images it lists, a run's record for a run's outputs
     foreign, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
     if pictures is not None:
         foreign = {name for name in foreign if name.endswith(".png") and name not in pictures}
-    is_begun = "run" in read_record(Path(folder) / RUN_FILE)
-    if pictures is not None or is_begun or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")):
+    has_run = "run" in read_record(Path(folder) / RUN_FILE)
+    if pictures is not None or has_run or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")):
         foreign -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
     if not foreign:
         return None
@@ -89,7 +90,7 @@ def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
 
 
 def published_files_of(folder: str | Path) -> list[str] | None:
-    """Return the patterns of the files to publish of a saved model or checkpoint, `None` if the directory has no model."""
+    """Return the patterns of files to publish from a model or checkpoint directory, `None` if it has no model."""
     folder = Path(folder)
     if (folder / "adapter_model.safetensors").is_file() and (folder / "adapter_config.json").is_file():
         return PIPELINE_ADAPTER if (folder / "pytorch_lora_weights.safetensors").is_file() else JUDGE_ADAPTER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the license of a base model. What is trained from it inherits the license."""
+"""Lookup of a base model's license, which the models trained from it inherit."""
 
 import functools
 from pathlib import Path
@@ -15,23 +15,23 @@ from .account import HTTPError
 
 
 class License(NamedTuple):
-    """A license as in the Hub's metadata: `identifier` is `"other"` where the Hub has none, then with `name` and `link`."""
+    """A license in the Hub's metadata. Licenses unknown to the Hub have the identifier `"other"`, a name and a link."""
 
     identifier: str
     name: str | None = None
     link: str | None = None
 
 
-# Licenses of the models that the paper trains, as in their cards. They need no request
-_KNOWN = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
+# Licenses of the paper's models, copied from their cards to avoid a request
+_LICENSES = {model: License(*values) for model, values in yaml.safe_load(read_template("licenses.yaml")).items()}
 
 
 def read_license(model: str, token: str | bool | None = None) -> License:
     """
-    Read the license in the card of a model: in its directory, or on the Hub.
+    Read the license from the card of a model, in its directory or on the Hub.
 
     Raises:
-        ValueError: If there is no card, or no license in it.
+        ValueError: If there is no card, or it names no license.
     """
     name = public_name(model)
     try:
@@ -40,26 +40,28 @@ def read_license(model: str, token: str | bool | None = None) -> License:
         else:
             data = model_info(model, token=token).card_data
     except (HTTPError, HFValidationError, OSError, yaml.YAMLError) as error:
-        raise ValueError(f"The card of {model!r} with its license cannot be read ({type(error).__name__}).") from error
+        raise ValueError(
+            f"The card of {model!r}, which names its license, cannot be read ({type(error).__name__})."
+        ) from error
     identifier = data.get("license") if data is not None else None
     if data is None or not isinstance(identifier, str):
         raise ValueError(f"The card of {model!r} names no license (it has {identifier!r}).")
     link = data.get("license_link")
-    if link is not None and "://" not in link:  # a file of the repository; it may be in the Hub's cache
+    if link is not None and "://" not in link:  # a file in the repository, possibly in the Hub's cache
         link = f"{constants.ENDPOINT}/{name}/blob/main/{link}" if "/" in name or name == model else None
     return License(identifier, data.get("license_name"), link)
 
 
-_read_license_once = functools.lru_cache(maxsize=16)(read_license)  # an outage is an error, and not remembered
+_read_license_once = functools.lru_cache(maxsize=16)(read_license)  # errors, such as outages, are not cached
 
 
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
-    """Return the license of a base model: from a table, its directory or, with `online`, the Hub; `None` if unknown."""
-    if (name := public_name(base)) in _KNOWN:
-        return _KNOWN[name]
+    """Return the license of a base model from a table, its directory or, if `online`, the Hub; `None` if unknown."""
+    if (name := public_name(base)) in _LICENSES:
+        return _LICENSES[name]
     if not online and not is_local(base):
         return None
     try:
         return _read_license_once(base, token)
-    except ValueError:  # missing, not reachable, or without a license
+    except ValueError:  # the card is missing, unreachable, or without a license
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What was trained and how: `paco_trl.json` beside every saved model, of which cards and programs are made.
+Settings of a saved model and its training: `paco_trl.json` beside every model, from which cards and code are generated.
 
-A field that is `None` or empty is not on the card.
+Fields that are `None` or empty do not appear on the card.
 """
 
 import json
@@ -23,7 +23,7 @@ from .licenses import License
 
 @dataclass
 class LoRA:
-    """A LoRA adapter."""
+    """Settings of a LoRA adapter."""
 
     rank: int
     alpha: float
@@ -32,7 +32,7 @@ class LoRA:
     quantization: str | None = None  # how the base model was quantized in training
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the card's table: a setting and its value."""
+        """Yield the settings and values for the card's table."""
         continued = f", continued from {self.continued_from}" if self.continued_from else ""
         yield "LoRA", f"rank {self.rank}, alpha {self.alpha:g}{continued}"
         if self.layers:
@@ -43,38 +43,38 @@ class LoRA:
 
 @dataclass
 class RewardRow:
-    """A reward of a run, a row of the card's table."""
+    """Row of the card's table of rewards."""
 
     name: str
     weight: float | None = None
-    model: str | None = None  # name of the model behind it
+    model: str | None = None  # name of the underlying model
     first: float | None = None  # mean over the images of the first round
-    last: float | None = None  # and of the last
+    last: float | None = None  # mean over the images of the last round
 
 
 @dataclass
 class EvaluationRow:
-    """The evaluation of a reward, a row of the card's table."""
+    """Row of the card's table of evaluations."""
 
     reward: str
     mean: float  # over the evaluation prompts, after training
-    baseline: float | None = None  # the same without training
-    gain_ci_low: float | None = None  # 95 % bootstrap interval of the difference, over prompts
+    baseline: float | None = None  # mean before training
+    gain_ci_low: float | None = None  # 95 % bootstrap interval of mean - baseline, over prompts
     gain_ci_high: float | None = None
-    dataset: str | None = None  # one of several datasets
-    model: str | None = None  # name of the model behind the reward
+    dataset: str | None = None  # its name, if there are several
+    model: str | None = None  # name of the reward's underlying model
     step: int | None = None  # optimizer step of the evaluation
 
 
 @dataclass
 class _Card:
-    """The fields of all cards."""
+    """Fields shared by all cards."""
 
     title: str
-    repo_id: str  # Hub id, or the name of the directory: what the snippets load
+    repo_id: str  # Hub id or directory name that the snippets load
     base_model: str  # Hub id or directory; a card shows the last part of its path
     base_revision: str | None = None  # commit of a base model on the Hub
-    lora: LoRA | None = None  # the adapter, also where it was merged
+    lora: LoRA | None = None  # even if it was merged
     merged_adapter: str | None = None  # Hub id or directory of the merged adapter
     license: License | None = None  # if `None`, the card refers to the base model's
     datasets: list[str] = field(default_factory=list)
@@ -84,84 +84,83 @@ class _Card:
     saved_at: str | None = field(default=None, compare=False)  # in UTC, as ISO 8601
     versions: dict[str, str] = field(default_factory=dict)  # libraries and their versions
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
-    settings: dict[str, Any] = field(default_factory=dict)  # training settings, mostly with the names of its config
-    published: dict[str, Any] = field(
-        default_factory=dict
-    )  # only in a reference card: `config`, `command`, `tables`, ...
+    settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly named like the config's
+    # Only in reference cards: `config`, `command`, `tables`, ...
+    published: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ImageModelCard(_Card):
-    """The card of an adapter of an image model, or of a full transformer, trained or with an adapter merged into it."""
+    """Card of an image model: an adapter, or a full transformer that was trained or had an adapter merged into it."""
 
     weights: str = "adapter"  # or "transformer", in a directory of that name
     formats: list[str] = field(default_factory=lambda: ["diffusers", "peft"])  # libraries that load the adapter
-    family: str | None = None  # class that knows the model's guidance, layers and sizes
+    family: str | None = None  # name of the model family's class
     pipeline_class: str = "DiffusionPipeline"
     transformer_class: str | None = None
     dtype: str = "bfloat16"
-    # How the pipeline was loaded, as `load_for_inference` does it again: `quantization`, `offload`, `vae_tiling`
+    # How the pipeline was loaded, for `load_for_inference` to repeat: `quantization`, `offload`, `vae_tiling`
     loading: dict[str, Any] = field(default_factory=dict)
     device: str = "cuda"  # where the snippets run
-    prompt: str | list[str] | None = None  # in the snippets: one, or one per image of a set; if `None`, a packaged one
-    layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of its image
-    call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline's call besides the prompt
+    prompt: str | list[str] | None = None  # of the snippets, or one per image of a set; defaults to a packaged one
+    layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of the prompt's image
+    call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"
     method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
     rewards: list[RewardRow] = field(default_factory=list)
     evaluations: list[EvaluationRow] = field(default_factory=list)  # the last ones
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
-    gallery: dict[str, str] = field(default_factory=dict)  # prompts of those that the Hub's widget shows
+    gallery: dict[str, str] = field(default_factory=dict)  # image -> prompt, for the Hub's widget
 
     def __post_init__(self):
         check_panel_options(
             self.settings.get("panel_template", PANEL_TEMPLATE), self.settings.get("panel_generation", "independent")
         )
-        # They become code of the card and of a Space, and may come from a stranger's `paco_trl.json`
+        # These become code in the card and in a Space, and may come from a stranger's `paco_trl.json`
         for name in ("family", "pipeline_class", "transformer_class", "dtype", "device"):
             value = getattr(self, name)
             if value is not None and not str(value).isidentifier():
-                raise ValueError(f"`{name}` is {value!r}; it must be a name.")
+                raise ValueError(f"`{name}` is {value!r}, but must be an identifier.")
         for name, value in self.call.items():
             values = value if isinstance(value, list | tuple) else [value]
             if not name.isidentifier() or not all(isinstance(part, str | int | float | None) for part in values):
-                raise ValueError(f"`call` has {name!r}: {value!r}; it must have names, with texts or numbers.")
+                raise ValueError(f"`call` has {name!r}: {value!r}, but must map identifiers to texts or numbers.")
         if len(self.layout) != 2 or not all(isinstance(count, int) and count > 0 for count in self.layout):
-            raise ValueError(f"`layout` is {self.layout!r}; it must be numbers of rows and columns.")
+            raise ValueError(f"`layout` is {self.layout!r}, but must be the numbers of rows and columns.")
 
 
 @dataclass
 class JudgeCard(_Card):
-    """The card of a judge: an adapter, or a model that one was merged into."""
+    """Card of a judge: an adapter, or a model with an adapter merged into it."""
 
     weights: str = "adapter"  # or "merged"
-    evaluations: dict[str, dict] = field(default_factory=dict)  # the last one on each dataset
+    evaluations: dict[str, dict] = field(default_factory=dict)  # dataset -> its last evaluation
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
 
 
 def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
-    """Save `paco_trl.json`, without paths of this machine."""
+    """Save `paco_trl.json`, without local paths."""
     write_atomically(Path(folder) / SETTINGS, settings_text(card), durable=False)
 
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
-    from ..utils.statistics import without_nan  # imports NumPy; reading cards does without
+    from ..utils.statistics import without_nan  # imports NumPy, which reading cards does not need
 
     values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
     values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):
         values[name] = values[name] and public_name(values[name])
-    filled = {name: without_nan(value) for name, value in values.items() if value not in (None, [], {})}
-    return json.dumps(filled, indent=2, ensure_ascii=False) + "\n"
+    values = {name: without_nan(value) for name, value in values.items() if value not in (None, [], {})}
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
     """
-    Load what was saved with a model (Hub id or directory); `None` for one without `paco_trl.json`.
+    Load the settings saved with a model (Hub id or directory), `None` if it has no `paco_trl.json`.
 
     Raises:
-        ValueError: If the file is not what [`save_settings`] writes.
+        ValueError: If the file does not have the format of [`save_settings`].
     """
     path = find_model_file(str(model), SETTINGS)
     if path is None:
@@ -175,13 +174,13 @@ def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
 
 
 def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
-    """Make a card of what is in `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and fields."""
+    """Build a card from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
-    parts: dict[str, Any] = {
-        name: kind(**values[name]) for name, kind in (("lora", LoRA), ("license", License)) if values.get(name)
+    nested: dict[str, Any] = {
+        name: cls(**values[name]) for name, cls in (("lora", LoRA), ("license", License)) if values.get(name)
     }
     if not is_judge:
-        parts["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
-        parts["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
-    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **parts})
+        nested["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
+        nested["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
+    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **nested})

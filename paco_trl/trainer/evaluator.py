@@ -223,7 +223,7 @@ def _add_mean(
 def save_baseline(path: Path, key: str, baseline: Evaluation) -> None:
     """Save a baseline, so that a resumed run does not generate it again: with all weights trained it could not."""
     pictures = {number: torch.tensor(np.asarray(picture)) for number, picture in baseline.pictures.items()}
-    logged = json.dumps([baseline.extra, baseline.logged_metrics], default=str)
+    logged = json.dumps([baseline.extra, baseline.logged], default=str)
     content = vars(baseline) | {"key": key, "pictures": pictures, "extra": logged, "logged": None}
     buffer = io.BytesIO()
     torch.save(content, buffer)

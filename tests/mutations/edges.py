@@ -501,8 +501,8 @@ HUB = [
         ('shutil.ignore_patterns("training_args.bin")', 'shutil.ignore_patterns("args.bin")'),
         ("if base and is_local(base):", "if False:"),
         ("in select_files(folder, self.published_files)", 'in select_files(folder, ["**/*"])'),
-        ("delete_patterns=[*checkpoints, *old]", "delete_patterns=checkpoints"),
-        ("delete_patterns=[*checkpoints, *old]", "delete_patterns=[*checkpoints, *self.published_files]"),
+        ("delete_patterns=[*checkpoints, *old_files]", "delete_patterns=checkpoints"),
+        ("delete_patterns=[*checkpoints, *old_files]", "delete_patterns=[*checkpoints, *self.published_files]"),
     ),
     *_mutants(
         "hub/pushing.py",
@@ -510,7 +510,7 @@ HUB = [
         ("if replace and self._job", "if self._job"),
         ("if replace and self._job", "if False and self._job"),
         ("        os.link(source, target)\n", "        os.symlink(source, target)\n"),
-        ("folder_path=staged, revision=self.revision,", "folder_path=staged,"),
+        ("folder_path=staging_dir, revision=self.revision,", "folder_path=staging_dir,"),
         ("self._background.submit(self._try_upload", "self.api.run_as_future(self._try_upload"),
     ),
     *_mutants(
