@@ -11,7 +11,7 @@ from torch._inductor import config as inductor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from paco_trl.planning.memory import as_in_training
+from paco_trl.planning.memory import training_precision
 from paco_trl.rollout import loading
 from paco_trl.rollout.loading import load_pipeline, set_kernels
 from test_rollout_batch import CASES
@@ -87,7 +87,7 @@ def attention_dtypes(transformer) -> list[tuple]:
         return attention(query, key, value, **kwargs)
 
     config = transformer.config
-    with as_in_training(torch.bfloat16), patch.object(functional, "scaled_dot_product_attention", record):
+    with training_precision(torch.bfloat16), patch.object(functional, "scaled_dot_product_attention", record):
         transformer(
             hidden_states=torch.randn(1, 4, config.in_channels), timestep=torch.ones(1), guidance=torch.ones(1),
             encoder_hidden_states=torch.randn(1, 3, config.joint_attention_dim),

@@ -27,17 +27,17 @@ from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
-from paco_trl.planning.known_models import readable_model
+from paco_trl.planning.known_models import resolve_model_configs
 from paco_trl.planning.memory import (
     LiveBytes,
-    affine,
-    as_in_training,
+    extrapolate,
     judge_tokens,
     measure_peak,
     optimizer_bytes,
     quantized_layers,
-    shortened,
-    training_parts,
+    skip_equal_blocks,
+    training_memory,
+    training_precision,
     weights_bytes,
 )
 from paco_trl.rewards.paco_reward import read_judge_config
@@ -90,7 +90,7 @@ def allocated_in_a_step(trainer, count: int) -> int:
     generator, records = recorded_by(trainer, count)
 
     def step():
-        with as_in_training(trainer.compute_dtype):
+        with training_precision(trainer.compute_dtype):
             generator.replay(records[0]).mean().backward()
 
     step()
@@ -157,7 +157,7 @@ def test_gradients_of_two_calls_wait_for_each_other():
 
     found = []
     for model._no_split_modules in ([], ["Linear"]):
-        with as_in_training(torch.bfloat16):
+        with training_precision(torch.bfloat16):
             found.append(measure_peak(lambda: [call(), call()], model, is_training=True))
     casts = waiting = 20 * 50 * 50 * 2
     assert found[1] == pytest.approx(found[0], rel=0.02) and found[0] > casts + waiting
@@ -169,10 +169,10 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
     measured = allocated_in_a_step(trainer, 4)
     run = plan_memory(str(tiny_flux), trainer.args, prompts, LORA).run
     assert measured > 100_000
-    assert affine(run.training, 4, checkpointing) == pytest.approx(measured, rel=0.05)
+    assert extrapolate(run.training_peak, 4, checkpointing) == pytest.approx(measured, rel=0.05)
     # One image less, or the other checkpointing, is no longer within it
     for size, flag in ((3, checkpointing), (4, not checkpointing)):
-        assert abs(run.training(size, flag) / measured - 1) > 0.1
+        assert abs(run.training_peak(size, flag) / measured - 1) > 0.1
 
 
 def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompts, tmp_path):
@@ -183,7 +183,7 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     measured = allocated_in_a_step(trainer, 1)
     plan = replace(plan_memory(str(folder), trainer.args, prompts, LORA), batch_size=1)
     assert device_of(plan)["activations"] == pytest.approx(measured, rel=0.15)
-    without = plan.run.training(1, False)
+    without = plan.run.training_peak(1, False)
     assert without < 0.8 * measured
     assert device_of(replace(plan, quantization="nf4"))["activations"] == without
 
@@ -232,10 +232,10 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
 )
 def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer, average):
     plan = MemoryPlan(None, zero_stage=stage, num_processes=2)
-    always, adds = training_parts(1000, 10, 4, plan, num_averages=1)
+    always, adds = training_memory(1000, 10, 4, plan, num_averages=1)
     assert list(always.values()) == [frozen, trained, optimizer, average]
     assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
-    assert training_parts(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
+    assert training_memory(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"])
@@ -367,12 +367,12 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     found, tokens, trained = {}, {}, {}
     for way in ("independent", "anchored"):
         plan = replace(plan_memory(model, replace(args, panel_generation=way), sets, LORA), vae_tiling=True)
-        tokens[way] = plan.run.calls(1)[0]["hidden_states"].shape[1]
+        tokens[way] = plan.run.transformer_calls(1)[0]["hidden_states"].shape[1]
         trained[way] = sum(device_of(plan).values())
         found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
     assert tokens["anchored"] == 2 * tokens["independent"] and trained["anchored"] > trained["independent"]
     # It is encoded without tiles, unlike what is decoded
-    encoded = plan.run.first_panel(False)
+    encoded = plan.run.first_panel_peak(False)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
@@ -420,7 +420,7 @@ def test_a_list_of_blocks_that_has_none():
     """As that of a VAE without attention in its middle block."""
     model = nn.ModuleDict({"few": nn.ModuleList([None]), "many": nn.ModuleList([nn.Linear(2, 2) for _ in range(9)])})
     model._no_split_modules = ["Linear"]
-    with shortened(model) as ((blocks, left_out),):
+    with skip_equal_blocks(model) as ((blocks, left_out),):
         assert (blocks, left_out) == (list(model["many"][1:]), 6)
     assert len(model["many"]) == 9
 
@@ -437,7 +437,7 @@ class TestKnownModels:
     )
     def test_a_pipeline(self, tmp_path, model, transformer, text_encoders, adapter):
         count = lambda part: sum(weight.numel() for weight in part.parameters())  # noqa: E731
-        folder = readable_model(model, str(tmp_path))
+        folder = resolve_model_configs(model, str(tmp_path))
         pipeline = load_without_weights(folder, {"default": torch.bfloat16})
         family = family_of(pipeline)
         assert count(pipeline.transformer) == transformer
@@ -457,12 +457,12 @@ class TestKnownModels:
     )
     def test_a_model_of_a_reward(self, tmp_path, model, kind, weights):
         with init_empty_weights():
-            found = kind.from_config(read_judge_config(readable_model(model, str(tmp_path))))
+            found = kind.from_config(read_judge_config(resolve_model_configs(model, str(tmp_path))))
         assert sum(weight.numel() for weight in found.parameters()) == weights
 
     def test_a_plan_says_what_it_read(self, tmp_path, tiny_qwen, caplog):
         args = PaCoRewardConfig(str(tmp_path), use_cpu=True)
-        assert readable_model(str(tiny_qwen), "") == str(tiny_qwen)
+        assert resolve_model_configs(str(tiny_qwen), "") == str(tiny_qwen)
         with pytest.raises(OSError, match="someone/judge"):
             plan_memory("someone/judge", args)
         assert not caplog.records

@@ -124,7 +124,7 @@ def test_the_traceback_of_a_reward_is_its_own(make_trainer):
 
 class TestFunctions:
     def test_names_are_for_the_command_line(self):
-        with pytest.raises(TypeError, match="'consistency': names are for `--rewards`"):
+        with pytest.raises(TypeError, match="'consistency'. Only `--rewards`"):
             Rewards("consistency")
 
     @pytest.mark.parametrize("wrong", ["clip-reward", nn.Linear(2, 1), dict], ids=["an id", "a module", "a class"])

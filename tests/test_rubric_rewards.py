@@ -194,7 +194,7 @@ class TestServed:
     @pytest.mark.parametrize("fault", ["no logprobs", "neither", "400"])
     def test_a_server_that_cannot_rate(self, server, fault):
         server.fault = lambda number: fault
-        with pytest.raises(JudgeUnavailableError, match="a digit first"):
+        with pytest.raises(JudgeUnavailableError, match="with a digit, without thinking"):
             RubricReward("judge", "instruction", server.url)
 
     @pytest.mark.parametrize(("last", "rating"), [(-12.0, 0.8), (-4.0, None), (math.nan, None)])

@@ -101,9 +101,14 @@ def plan(words: list[str], report: Path) -> None:
     def write(trainer, model: str, reward_funcs, args, train_dataset, *, peft_config=None, **kwargs) -> None:
         planned = plan_memory(model, args, train_dataset, peft_config)
         phases = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
-        calls = planned.run.calls(1)
+        calls = planned.run.transformer_calls(1)
         fake_weights(planned.run.model, planned.run.mode)
-        with planned.run.mode, planned.run.in_training(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with (
+            planned.run.mode,
+            planned.run.training_precision(),
+            torch.no_grad(),
+            FlopCounterMode(display=False) as counter,
+        ):
             planned.run.model(**calls[0])
         forward = {"forward_tflop": counter.get_total_flops() / 1e12, "calls_of_a_step": len(calls)}
         report.write_text(json.dumps({"phases": phases} | forward), encoding="utf-8")

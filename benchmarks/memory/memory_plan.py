@@ -32,7 +32,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
-from paco_trl.planning.memory import USABLE, as_in_training, fake_weights
+from paco_trl.planning.memory import USABLE, fake_weights, training_precision
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
@@ -233,7 +233,7 @@ def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing:
     record = generator.generate(batch, sde).records[0]
 
     def step():
-        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
+        with training_precision(torch.bfloat16 if bf16 else torch.float32):
             generator.replay(record).mean().backward()
 
     step()  # the gradients exist from here on
@@ -242,7 +242,7 @@ def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing:
     found = {name: pair(phases["train"]["activations"], measured_peak(step))}
     if not checkpointing:
         planned = max(phases[name]["activations"] for name in ("generate", "decode"))
-        with as_in_training(torch.bfloat16 if bf16 else torch.float32):
+        with training_precision(torch.bfloat16 if bf16 else torch.float32):
             found["generate and decode"] = pair(planned, measured_peak(lambda: generator.generate(batch)))
         optimizer = trainer.create_optimizer()
         found["optimizer"] = pair(phases["train"]["optimizer"], measured_peak(optimizer.step))
@@ -263,7 +263,7 @@ def compare_judge(folder: Path, num_tokens: int = 64) -> dict:
         embeds = torch.zeros(2, num_tokens, 64, dtype=torch.bfloat16, requires_grad=True)
 
         def step(embeds=embeds):
-            with as_in_training(torch.bfloat16):
+            with training_precision(torch.bfloat16):
                 states = network.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state
                 states.float().square().mean().backward()
 
@@ -293,9 +293,9 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
-        calls = plan.run.calls(1)
+        calls = plan.run.transformer_calls(1)
         fake_weights(plan.run.model, plan.run.mode)
-        with plan.run.mode, plan.run.in_training(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with plan.run.mode, plan.run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             for call in calls:
                 plan.run.model(**call)
         for quantization in (None, "int8", "nf4"):

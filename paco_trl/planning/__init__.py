@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a run before it starts: its memory by phase."""
+"""Planning of a run before it starts: its memory by phase."""
 
 from typing import TYPE_CHECKING
 

@@ -1056,7 +1056,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/memory.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
-        ("max(step, self.first_panel(False))", "step"),
+        ("max(step, self.first_panel_peak(False))", "step"),
         ("1 if rows.is_anchored and not self.family.batches_sources else ", ""),
     ),
     *_mutants(
