@@ -21,7 +21,7 @@ from paco_trl.data import (
     parse_image_set_prompt,
     split_grid,
 )
-from paco_trl.data.grid_prompts import usual_grid
+from paco_trl.data.grid_prompts import default_grid
 from paco_trl.data.image_sets import complete_image_sets
 from testing_utils import noise
 
@@ -392,7 +392,7 @@ class TestGrids:
         [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (1, 5)), (6, (2, 3)), (8, (2, 4))],
     )
     def test_usual_grids(self, count, layout):
-        assert usual_grid(count) == layout
+        assert default_grid(count) == layout
 
     @pytest.mark.parametrize("height, width, rows, cols", [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 64, 0, 2)])
     def test_size_that_does_not_divide(self, height, width, rows, cols):

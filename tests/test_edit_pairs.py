@@ -100,7 +100,7 @@ def consistency(results):
 def test_nothing_is_left(compass):
     path = compass()
     path.write_text(json.dumps([row for row in json.loads(path.read_text()) if row["dimension"] == "VQ"]))
-    with pytest.raises(ValueError, match="Nothing is left"):
+    with pytest.raises(ValueError, match="is left. Leave fewer"):
         load_edit_pairs("editreward_compass", path)
 
 

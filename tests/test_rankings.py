@@ -21,7 +21,7 @@ from paco_trl.data import (
     theme_question,
     validate_pairs,
 )
-from paco_trl.data.rankings import is_order
+from paco_trl.data.rankings import is_permutation
 
 
 FEATURES = Features(
@@ -61,8 +61,8 @@ def rankings_of(*rows):
 
 
 def test_an_order_is_of_integers():
-    assert is_order([1, 0], 2) and is_order((0, 2, 1), 3)
-    assert not any(is_order(order, 2) for order in ([True, False], [1.0, 0.0], [1, 1], [1], "10", None))
+    assert is_permutation([1, 0], 2) and is_permutation((0, 2, 1), 3)
+    assert not any(is_permutation(order, 2) for order in ([True, False], [1.0, 0.0], [1, 1], [1], "10", None))
 
 
 class TestCheckRankingColumns:

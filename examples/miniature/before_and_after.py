@@ -49,7 +49,7 @@ def plot_before_and_after(
     columns: int = SHOWN,
 ) -> None:
     """Plot chosen sets with red frames on wrong figures, next to the means, or in `columns` for a narrow screen."""
-    chosen, by_id = choose_sets(*truths), {row["id"]: row for row in rows}
+    chosen, column_by_id = choose_sets(*truths), {row["id"]: row for row in rows}
     columns, first = min(columns, len(chosen)), int(means is not None)
     lines = -(-len(chosen) // columns)
     figure = Figure(figsize=(1.826 * (columns + first * _TEXT_WIDTH), 5.1 * lines), layout="constrained")
@@ -63,7 +63,7 @@ def plot_before_and_after(
             _show_means(axes[side, 0], name, shown)
         for number, unit in enumerate(chosen):
             line, column = divmod(number, columns)
-            axis, row = axes[2 * line + side, first + column], by_id[unit[0]]
+            axis, row = axes[2 * line + side, first + column], column_by_id[unit[0]]
             _show_set(axis, Image.open(folder / name / "images" / unit[0] / f"{unit[1]}.png").convert("RGB"), row)
             pairs = row["rows"] * row["cols"] * (row["rows"] * row["cols"] - 1) // 2
             same = round(truth[unit].consistency * pairs)

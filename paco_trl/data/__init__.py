@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load, check and convert data: image-set prompts, editing prompts, pairs with their questions, rankings."""
+"""Loading, checks and conversion of data: image-set prompts, editing prompts, pairs with questions, and rankings."""
 
 from .columns import criteria_dict
 from .edit_prompts import check_edit_columns, convert_gedit_bench, disjoint_from, load_edit_prompts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the images of a published directory: unpacked, or in zip and tar archives."""
+"""Lookup of images in published datasets, unpacked or in zip and tar archives."""
 
 import filecmp
 import hashlib
@@ -23,14 +23,14 @@ from .dataset_files import image_file
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
-# Largest size after extraction, per byte of the archive and at least: images hardly compress, a bomb does by a thousand
+# Limit of the extracted size: per byte of the archive, and at least. Images hardly compress; a bomb does by a thousand
 _MAX_RATIO, _MIN_LIMIT = 100, 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive
 _READ_ERRORS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 
 
 def _extract_into(archive: Path, folder: Path) -> None:
-    """Extract an archive. No member is written outside of the directory: a zip's is moved inside, a tar's is an error."""
+    """Extract an archive. Members that would leave the directory are moved inside (zip), or raise an error (tar)."""
     limit = min(shutil.disk_usage(folder).free, _MAX_RATIO * archive.stat().st_size + _MIN_LIMIT)
     total = 0
 
@@ -38,7 +38,7 @@ def _extract_into(archive: Path, folder: Path) -> None:
         nonlocal total
         total += size
         if total > limit:
-            raise RuntimeError(f"it unpacks to over {limit} bytes: more than images take, or than the disk has left")
+            raise RuntimeError(f"it unpacks to over {limit} bytes, more than images need or the disk has left")
 
     def check_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
         check_size(member.size)
@@ -54,8 +54,8 @@ def _extract_into(archive: Path, folder: Path) -> None:
 
 
 def _extract(archive: Path) -> Path:
-    """Extract an archive into the cache of `datasets`, unless it is there, and return its directory."""
-    stat = archive.stat()  # an archive that replaces another one gets a new directory
+    """Extract an archive into the cache of `datasets`, if it is not there yet, and return its directory."""
+    stat = archive.stat()  # part of the key, so that a replaced archive is extracted again
     key = hashlib.sha256(f"{archive} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     folder = Path(config.EXTRACTED_DATASETS_PATH) / key
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -65,17 +65,17 @@ def _extract(archive: Path) -> Path:
                 try:
                     _extract_into(archive, partial)
                 except _READ_ERRORS as error:
-                    # Not a ValueError: `skip_broken` would leave out the records of the archive
+                    # Not a ValueError, or `skip_broken` would leave out all records of the archive
                     raise shutil.ReadError(
                         f"{archive} ({stat.st_size} bytes) is damaged: {error}. Unpack it in its directory, or "
-                        "download it again: without Git LFS it has about 130 bytes."
+                        "download it again: a file of about 130 bytes is a Git LFS pointer."
                     ) from error
                 partial.rename(folder)
     return folder
 
 
 class ImageFinder:
-    """Find images in a directory or in its archives, which are extracted when first needed."""
+    """Finds images in a directory or in its archives, which are extracted on first use."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -83,43 +83,45 @@ class ImageFinder:
 
     @cached_property
     def extracted(self) -> list[tuple[PurePath, Path]]:
-        """Extract all archives; return their relative paths and their directories in the cache."""
+        """Extract all archives; return their relative paths, and their directories in the cache."""
         archives = [
             path
             for path in sorted(self.folder.rglob("*"))
             if _ARCHIVE.search(path.name)
-            and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
-            and not path.with_suffix(".z01").exists()  # the last part of a split archive
+            and not any(name.startswith(".") for name in path.relative_to(self.folder).parts)
+            and not path.with_suffix(".z01").exists()  # `.zip` is the last part of a split archive
         ]
         return [(path.relative_to(self.folder), _extract(path)) for path in archives]
 
-    def find(self, name: str, below: str | PurePath = "") -> str:
-        """Find the file of an image that a record names. The errors continue `<file>, record <number>: `."""
+    def find(self, name: str, folder_in_dataset: str | PurePath = "") -> str:
+        """Find the file of an image in a record. Errors are worded to follow `<file>, record <number>: `."""
         refuse_address(str(name))
-        path = str(PurePath(below, str(name)))
+        path = str(PurePath(folder_in_dataset, str(name)))
         if path not in self.paths:
             file = image_file(path, [self.folder])
             self.paths[path] = str(file if file.is_file() else self._find_in_archives(PurePath(path)))
         return self.paths[path]
 
     def _find_in_archives(self, path: PurePath) -> Path:
-        hits: dict[str, Path] = {}
+        matches: dict[str, Path] = {}
         for archive, folder in self.extracted:
-            # As if it were unpacked in the dataset's directory, next to itself, or into a directory of its name; its
-            # top directory may have its name too, and not be part of the path
+            # The archive may unpack into the dataset's directory, its own directory, or a directory of its name. Its top
+            # directory may also have its name, without being part of the path
             stem = _ARCHIVE.sub("", archive.name)
             directories = [PurePath(), archive.parent, archive.parent / stem]
-            inside = [path.relative_to(directory) for directory in directories if path.is_relative_to(directory)]
-            for candidate in [*inside, *(PurePath(stem) / rest for rest in inside)]:
+            relative_paths = [
+                path.relative_to(directory) for directory in directories if path.is_relative_to(directory)
+            ]
+            for candidate in [*relative_paths, *(PurePath(stem) / relative_path for relative_path in relative_paths)]:
                 if (folder / candidate).is_file():
-                    hits.setdefault(str(archive), folder / candidate)
-        if not hits:
+                    matches.setdefault(str(archive), folder / candidate)
+        if not matches:
             archives = [str(archive) for archive, _ in self.extracted]
             raise ValueError(
-                f"its image {str(path)!r} is neither in {self.folder} nor {archives}. Check the download; join "
-                "archives in parts: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`."
+                f"its image {str(path)!r} is neither in {self.folder} nor in {archives}. Check the download, and join "
+                "split archives: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`."
             )
-        first, *copies = hits.values()
+        first, *copies = matches.values()
         if not all(filecmp.cmp(first, copy, shallow=False) for copy in copies):
-            raise ValueError(f"its image {str(path)!r} differs between the archives {list(hits)}.")
+            raise ValueError(f"its image {str(path)!r} differs between the archives {list(matches)}.")
         return first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the columns of datasets: types, lists of images, lengths."""
+"""Checks and types of dataset columns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,111 +11,117 @@ from datasets import Dataset, Features, Image, LargeList, List, Value
 from ..utils.text import shorten
 
 
-# What of an image the output is to keep, in the terms of the paper and of T2IS-Bench
+# What the output should keep of a reference, in the terms of the paper and T2IS-Bench
 REFERENCE_ROLES = ("identity", "style", "logic")
-PanelImages = list[list[Any]]  # PIL images of the panels of each completion
+PanelImages = list[list[Any]]  # the panels of each completion, as PIL images
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
 
-def column_types(**kinds: Any) -> Features:
-    """Return the types of columns: by the names of Arrow or `"image"`, a list of one for a list, or a dictionary."""
+def column_types(**types: Any) -> Features:
+    """Build `Features` from Arrow's type names or `"image"`, with `[type]` for lists and dictionaries for structs."""
 
-    def feature_type(kind: Any) -> Any:
-        if isinstance(kind, list):
-            return List(feature_type(kind[0]))
-        if isinstance(kind, dict):
-            return {name: feature_type(part) for name, part in kind.items()}
-        return Image() if kind == "image" else Value(kind)
+    def feature_type(spec: Any) -> Any:
+        if isinstance(spec, list):
+            return List(feature_type(spec[0]))
+        if isinstance(spec, dict):
+            return {name: feature_type(field) for name, field in spec.items()}
+        return Image() if spec == "image" else Value(spec)
 
-    return Features({name: feature_type(kind) for name, kind in kinds.items()})
+    return Features({name: feature_type(spec) for name, spec in types.items()})
 
 
-def check_is_dataset(dataset: Any, name: str, needed: Sequence[str] = ()) -> None:
-    """Check that an object is a loaded dataset with rows and the needed columns."""
+def check_is_dataset(dataset: Any, name: str, required: Sequence[str] = ()) -> None:
+    """Check that an object is a loaded dataset with rows and the required columns."""
     if not isinstance(dataset, Dataset):
-        kind = type(dataset).__name__
-        raise TypeError(f"`{name}` is a `{kind}`. Pass a `datasets.Dataset`: one split, without `streaming=True`.")
+        type_name = type(dataset).__name__
+        raise TypeError(
+            f"`{name}` is a `{type_name}`. Pass a `datasets.Dataset`: one split, without `streaming=True`."
+        )
     if dataset.format["type"] == "custom":
-        raise ValueError(f"`{name}` has a transform, which is not called. Apply it with `dataset.map`.")
+        raise ValueError(
+            f"`{name}` has a transform, which would be ignored. Apply it with `dataset.map` instead of `set_transform`."
+        )
     if len(dataset) == 0:
-        raise ValueError(f"`{name}` has no rows. Check the file, the split or the filter that it comes from.")
-    if missing := [column for column in needed if column not in dataset.column_names]:
+        raise ValueError(f"`{name}` has no rows. Check its file, split or filter.")
+    if missing := [column for column in required if column not in dataset.column_names]:
         raise ValueError(f"`{name}` needs the columns {missing}, but has only {dataset.column_names}.")
 
 
 def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool = True, is_list: bool = False) -> None:
-    """Check that a column holds images, or lists of them, decoded when they are read unless `decoded` is `False`."""
+    """Check that a column has images, or lists of them, which are decoded on reading unless `decoded` is `False`."""
     feature = inner = dataset.features[column]
-    kind, call, path = "an image", "datasets.Image()", '"a.png"'
+    expected, feature_call, example = "an image", "datasets.Image()", '"a.png"'
     if is_list:
         inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-        kind, call, path = "a list of images", "datasets.List(datasets.Image())", '["a.png", "b.png"]'
+        expected, feature_call, example = "a list of images", "datasets.List(datasets.Image())", '["a.png", "b.png"]'
     if not isinstance(inner, Image) or decoded and not inner.decode:
         raise ValueError(
-            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {kind}"
-            f': in a file `{path}`, in Python `dataset.cast_column("{column}", {call})`.'
+            f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {expected}"
+            f': in a file `{example}`, in Python `dataset.cast_column("{column}", {feature_call})`.'
         )
 
 
-def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **kinds: Any) -> Dataset:
-    """Build a dataset of rows; `kinds` are its columns, see [`column_types`]."""
+def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **types: Any) -> Dataset:
+    """Build a dataset from rows. `types` are its columns, see [`column_types`]."""
     if not rows:
-        raise ValueError(f"Nothing is left of what came in: there is no row of {', '.join(kinds)}. Leave less out.")
-    columns = dict(zip(kinds, map(list, zip(*rows, strict=True)), strict=True))
-    return Dataset.from_dict(columns, features=column_types(**kinds))
+        raise ValueError(f"No row of {', '.join(types)} is left. Leave fewer rows out.")
+    columns = dict(zip(types, map(list, zip(*rows, strict=True)), strict=True))
+    return Dataset.from_dict(columns, features=column_types(**types))
 
 
 def check_values(dataset: Dataset, name: str, column: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-    """Check the values of a column, where there is one."""
+    """Check the values of a column, if the dataset has it."""
     for row, value in enumerate(dataset.with_format(None)[column] if column in dataset.column_names else ()):
         if not is_valid(value):
             raise ValueError(f"`{column}` of row {row} of `{name}` is {shorten(value)}. It must be {expected}.")
 
 
 def is_size(value: Any) -> bool:
-    """Tell whether a value is a number of pixels, or left out."""
+    """Return whether a value is a number of pixels, or `None`."""
     return value is None or type(value) is int and value > 0
 
 
 def check_references(dataset: Dataset, name: str = "the dataset") -> Dataset:
-    """Check the references of prompts, if there are any, and their roles; no image is opened."""
+    """Check the references of prompts and their roles, if there are any, without opening images."""
     if "references" not in dataset.column_names:
         return dataset
     check_image_column(dataset, "references", name, decoded=False, is_list=True)
     has_roles = "reference_roles" in dataset.column_names
     roles = dataset.with_format(None)["reference_roles"] if has_roles else [None] * len(dataset)
-    for row, (count, of_row) in enumerate(zip(list_lengths(dataset, "references").tolist(), roles, strict=True)):
-        roles_of(count, of_row, f"row {row} of {name}")
+    for row, (count, row_roles) in enumerate(zip(list_lengths(dataset, "references").tolist(), roles, strict=True)):
+        roles_of(count, row_roles, f"row {row} of {name}")
     return dataset
 
 
 def roles_of(count: int, roles: Any, where: str) -> list[str]:
-    """Return the role of each of a row's references, by default identity."""
+    """Return the roles of a row's references, by default identity."""
     if count < 1:
         raise ValueError(f"`references` of {where} has no image. Add one, or leave the row out.")
     roles = [None] * count if roles is None else roles
     if not isinstance(roles, list) or len(roles) != count:
-        raise ValueError(f"`reference_roles` of {where} is {shorten(roles)}. It must list {count}, one per reference.")
+        raise ValueError(f"`reference_roles` of {where} is {shorten(roles)}. List {count}, one per reference.")
     roles = [REFERENCE_ROLES[0] if role is None else role for role in roles]
     if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
         raise ValueError(
-            f"`reference_roles` of {where} has {shorten(unknown[0])}. A role is {', '.join(REFERENCE_ROLES)}."
+            f"`reference_roles` of {where} has {shorten(unknown[0])}, but a role is one of {', '.join(REFERENCE_ROLES)}."
         )
     return roles
 
 
 def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
     """
-    Convert the criteria of one row to dimension -> name -> text, whichever way they are stored: as the list of
-    `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or as a dictionary of dictionaries or of lists of
-    dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None` gives no criteria.
+    Convert the criteria of one row to dimension -> name -> text.
+
+    The input is the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
+    or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None` gives no
+    criteria.
     """
     if isinstance(criteria, Mapping):
         entries = [
             (dimension, name, text)
             for dimension, texts in criteria.items()
-            for part in (texts if isinstance(texts, list) else [texts])
-            for name, text in (part or {}).items()
+            for group in (texts if isinstance(texts, list) else [texts])
+            for name, text in (group or {}).items()
         ]
     else:
         entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria or []]
@@ -135,8 +141,8 @@ def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
     ]
 
 
-def by_id(dataset: Dataset, column: str) -> dict[Any, Any]:
-    """Read a column by the `id` of the rows; images are not decoded."""
+def column_by_id(dataset: Dataset, column: str) -> dict[Any, Any]:
+    """Map the `id` of each row to its value in a column; images are not decoded."""
     if isinstance(dataset.features[column], Image):
         dataset = dataset.cast_column(column, Image(decode=False))
     columns = dataset.with_format(None).select_columns(["id", column])[:]
@@ -144,29 +150,29 @@ def by_id(dataset: Dataset, column: str) -> dict[Any, Any]:
 
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
-    """Compute the lengths of the lists in a column without reading what is in them."""
-    # Arrow stores the lengths apart from the values: the bytes of the images are not touched
+    """Compute the lengths of the lists in a column without reading their values."""
+    # Arrow stores lengths apart from values, so that image bytes are not touched
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
-    # `select`, `shuffle` and `filter` leave the table alone and keep the numbers of the chosen rows
+    # `select`, `shuffle` and `filter` keep the table and store the numbers of the selected rows
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]
 
 
 def column_of(column: list | None, name: str, count: int, reward: str) -> list:
-    """Check that a reward got a column with one entry per image."""
+    """Check that a reward's column is present, with one entry per image, and return it."""
     if column is None:
         remedy = "Add it to the dataset."
         if name == "panel_images":
-            remedy = "The trainer or `paco_trl.data.split_grid` makes it."
+            remedy = "The trainer adds it; in your own code use `paco_trl.data.split_grid`."
         raise ValueError(f"{reward} requires the column `{name}`, which is missing. {remedy}")
     if len(column) != count:
-        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one for each.")
+        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one per image.")
     return column
 
 
 def panels_of(panel_images: PanelImages | None, count: int, reward: str) -> PanelImages:
-    """Check that a reward that compares panels got at least two for each image."""
+    """Check that a reward that compares panels gets at least two per image, and return them."""
     panel_images = column_of(panel_images, "panel_images", count, reward)
     for index, panels in enumerate(panel_images):
         if len(panels) < 2:
-            raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares several: leave it out.")
+            raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares several. Leave it out.")
     return panel_images

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find, load and read the files of datasets, reject unsafe paths, and report broken rows."""
+"""Loading of dataset files, rejection of unsafe paths, and reports of broken rows."""
 
 import csv
 import glob
@@ -32,27 +32,27 @@ from .columns import criteria_list
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-# A dataset that comes with the package, by its name
+# Name and file of the dataset that comes with the package
 DEMO = "demo"
 DEMO_FILE = Path(__file__).parent / "prompts" / "demo.jsonl"
-# What a file stores for an image that `datasets` does not know for one
+# Types of image columns that `datasets` does not recognize as images
 _STORED_IMAGES = [Value(f"{size}{kind}") for size in ("", "large_") for kind in ("string", "binary")]
 
 
-class _JsonAsWritten(Json):
-    """JSON whose numbers are decoded to the last digit; that of `datasets` makes 0.7000000000000001 of 0.7."""
+class _ExactJson(Json):
+    """JSON that decodes numbers exactly, where `Json` of `datasets` turns 0.7 into 0.7000000000000001."""
 
     def decode_example(self, example_data: Any, token_per_repo_id: Any = None) -> Any:
         return None if example_data is None else json.loads(example_data)
 
 
 def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
-    """Find the directory of a published dataset on disk, else on the Hub."""
+    """Find the directory of a published dataset on disk, or download it from the Hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.absolute()
     if isinstance(path, Path) or is_local(path):
-        raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or give a Hub id.")
+        raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or pass a Hub id.")
     return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
 
 
@@ -63,37 +63,38 @@ def load_split(
     image_folder: str | Path | None = None,
     config: str | None = None,
 ) -> Dataset:
-    """Load a split, also of a file or of a saved dataset. The columns `images` become images, see [`image_file`]."""
+    """Load a split of a dataset, file or saved dataset. The columns `images` become images, see [`image_file`]."""
     path = DEMO_FILE if path == DEMO and not os.path.exists(DEMO) else path
     folder = Path(os.path.expanduser(path)).absolute()
     folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []
     check_dataset_name(path)
     if config is not None and (folder.is_file() or is_saved(folder)):
-        raise ValueError(f"`dataset_config` is {config!r}, but '{path}' is no repository with several. Leave it out.")
+        raise ValueError(f"`dataset_config` is {config!r}, but '{path}' has no configurations. Leave it out.")
     if is_saved(folder):
-        # The result of a stage names images of earlier ones, which are next to it
-        stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]  # of all splits, or one
+        # The output of a build stage refers to images of earlier stages, in sibling directories. `folder` is a split of the
+        # output, or all of it
+        stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
-    parts = _read(str(folder if folders else path), split, config)
-    dataset = with_image_types(_take(parts, split, path), images, str(path))
-    named = named_images(dataset)
+    splits = _read_splits(str(folder if folders else path), split, config)
+    dataset = with_image_types(_select_split(splits, split, path), images, str(path))
+    paths = unembedded_paths(dataset)
     if image_folder is not None:
-        if not any(named.values()):
-            raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' names no paths. Leave it out.")
+        if not any(paths.values()):
+            raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' has no image paths. Leave it out.")
         folders.insert(0, Path(image_folder).expanduser().absolute())
-    dataset = _with_image_files(dataset, named, folders)
+    dataset = _with_image_files(dataset, paths, folders)
     features = dataset.info.features
-    features.update({name: _JsonAsWritten() for name, kind in features.items() if isinstance(kind, Json)})
+    features.update({name: _ExactJson() for name, feature in features.items() if isinstance(feature, Json)})
     return dataset
 
 
-def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
-    """Read the splits of a file, a directory or a repository. Texts on disk are not left to `datasets`, which fills gaps."""
+def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
+    """Read the splits of a file, directory or repository. Local text files bypass `datasets`, which fills gaps in them."""
     files = {"train": [path]}
     try:
         if is_saved(path):
             saved = datasets.load_from_disk(path)
-            # A dataset alone is all there is, also where its split has another name than the default
+            # A single dataset is also available as the default split, whatever its own split is called
             return {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
         if os.path.isfile(path) and data_ending(Path(path)) == PARQUET:
             return {"train": Dataset.from_parquet(glob.escape(path))}
@@ -102,38 +103,39 @@ def _read(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
                 builder = datasets.load_dataset_builder(path, config)
             files = builder.config.data_files or {}
             if os.path.isdir(path) and builder.name in ("json", "csv", "text", "parquet"):
-                for of_split in files.values():  # `datasets` also takes train.jsonl.bak
-                    of_split[:] = [file for file in of_split if data_ending(Path(file)) in (*TEXT_DATA, PARQUET)]
-            read = [Path(file) for of_split in files.values() for file in of_split]
-            is_text = all(data_ending(file) in TEXT_DATA for file in read)
-            if os.path.isdir(path):  # `datasets` reads the format that most files have
-                beside = {file for folder in {file.parent for file in read} for file in folder.glob("[!.]*")} - {*read}
-                if left_out := sorted(file.name for file in beside if data_ending(file) in (*TEXT_DATA, PARQUET)):
+                for split_files in files.values():  # `datasets` also takes train.jsonl.bak
+                    split_files[:] = [file for file in split_files if data_ending(Path(file)) in (*TEXT_DATA, PARQUET)]
+            data_files = [Path(file) for split_files in files.values() for file in split_files]
+            is_text = all(data_ending(file) in TEXT_DATA for file in data_files)
+            if os.path.isdir(path):  # `datasets` only reads the most common format
+                folders = {file.parent for file in data_files}
+                others = {file for folder in folders for file in folder.glob("[!.]*")} - {*data_files}
+                if ignored := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
                     logger.warning(
-                        f"Of '{path}' only {some_of([file.name for file in read])} are read, not {some_of(left_out)}."
+                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not {some_of(ignored)}."
                     )
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
                 return builder.as_dataset()
     except ConnectionError as error:
         raise ConnectionError(
-            f"'{path}' cannot be read: {error}. Name a file or directory, or load it once with a connection (without "
-            "`HF_HUB_OFFLINE`): it is then in the cache."
+            f"'{path}' cannot be read: {error}. Pass a file or directory, or load the dataset once with a connection (without "
+            "`HF_HUB_OFFLINE`), to have it in the cache."
         ) from error
     except (DatasetGenerationError, ValueError) as error:
         if not str(error).startswith("Config name is missing"):
             raise ValueError(f"'{path}' cannot be read: {error.__cause__ or error}") from error
         with _no_patterns():
             names = ", ".join(datasets.get_dataset_config_names(path))
-        raise ValueError(f"'{path}' has several configurations: {names}. Choose one by `dataset_config`.") from error
-    wanted = [name for name in files if str(name) in split] or files  # of a split that there is not, all are named
-    rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in wanted}
-    return {name: dataset_of_rows(of_split, path) for name, of_split in rows.items()}
+        raise ValueError(f"'{path}' has several configurations: {names}. Choose one with `dataset_config`.") from error
+    names = [name for name in files if str(name) in split] or files  # all splits if none matches, for the error
+    rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in names}
+    return {name: dataset_of_rows(split_rows, path) for name, split_rows in rows.items()}
 
 
 @contextmanager
 def _no_patterns() -> Iterator[None]:
-    """Let `datasets` take a directory for a path, not for a part of a pattern."""
+    """Let `datasets` treat a directory as a path instead of a glob pattern."""
     # https://github.com/huggingface/datasets/issues/7468
     resolve = datasets.data_files.resolve_pattern
     datasets.data_files.resolve_pattern = lambda pattern, base_path, *args, **kwargs: resolve(
@@ -145,31 +147,35 @@ def _no_patterns() -> Iterator[None]:
         datasets.data_files.resolve_pattern = resolve
 
 
-def _take(parts: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset:
-    """Take a split or a slice, such as `train[:50%]`, as [`~datasets.load_dataset`] does."""
+def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -> Dataset:
+    """Select a split or a slice, such as `train[:50%]`, like [`~datasets.load_dataset`]."""
     try:
-        lengths = {name: len(part) for name, part in parts.items()}
+        lengths = {name: len(dataset) for name, dataset in splits.items()}
         slices = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(parts))}.") from error
-    filled = [part for part in slices if part.from_ < part.to]  # `select` refuses a slice beyond the end
-    if not filled:
-        if count := sum(lengths[name] for name in {part.splitname for part in slices}):
+        raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(splits))}.") from error
+    nonempty = [span for span in slices if span.from_ < span.to]  # `select` rejects a slice beyond the end
+    if not nonempty:
+        if count := sum(lengths[name] for name in {span.splitname for span in slices}):
             raise ValueError(
-                f"The split {split!r} takes no row of '{path}', which has {count} of them. Choose another slice."
+                f"The split {split!r} selects none of the {count} rows of '{path}'. Choose another slice."
             )
         raise ValueError(f"'{path}' has no rows (split {split!r}). Add some, or choose another file or split.")
-    dataset = concatenate_datasets([parts[part.splitname].select(range(part.from_, part.to)) for part in filled])
+    dataset = concatenate_datasets([splits[span.splitname].select(range(span.from_, span.to)) for span in nonempty])
     if dataset.builder_name == "csv" and "__index_level_0__" in dataset.column_names:
-        raise ValueError(f"A row of a CSV file of '{path}' has more fields than its header. Download and correct it.")
+        raise ValueError(
+            f"A row of a CSV file of '{path}' has more fields than the header. Download the file and correct it."
+        )
     return dataset
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file of JSON, JSON lines, CSV, TSV or plain lines (as `text`), compressed or not."""
+    """Read the rows of a JSON, JSON lines, CSV or TSV file, or of plain lines (as `text`), compressed or not."""
     ending = data_ending(path)
     if ending not in TEXT_DATA:
-        raise ValueError(f"'{path}' has no rows: it must end in {', '.join(TEXT_DATA)}, also with .gz, or {PARQUET}.")
+        raise ValueError(
+            f"'{path}' is not a data file: its name must end in {', '.join(TEXT_DATA)}, optionally with .gz, or {PARQUET}."
+        )
     text = read_text(path)
     if ending == LINES:
         return [{"text": line} for line in re.split(r"\r\n?|\n", text) if line.strip()]
@@ -177,7 +183,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
-    # A list, objects on lines, or over several lines as `jq` writes them: whatever follows on one another
+    # One list, or any sequence of values: an object per line, or over several lines as `jq` writes them
     decoder, space, rows, end = json.JSONDecoder(), re.compile(r"\s*"), list[Any](), 0
     while (start := space.match(text, end).end()) < len(text):  # type: ignore[union-attr]
         try:
@@ -192,8 +198,8 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
 
 
 def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
-    marks = "\t" if data_ending(path) == ".tsv" else ",;\t"
-    separator = next((mark for mark in marks if mark in text.partition("\n")[0]), marks[0])
+    separators = "\t" if data_ending(path) == ".tsv" else ",;\t"
+    separator = next((char for char in separators if char in text.partition("\n")[0]), separators[0])
     csv.field_size_limit(max(len(text), csv.field_size_limit()))  # an image in base64 is longer than the default
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     rows: list[list[str]] = []
@@ -202,36 +208,39 @@ def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
         for row in filter(None, lines):
             if len(row) != len(names):
                 raise ValueError(
-                    f"'{path}', line {lines.line_num} has {len(row)} fields, not {len(names)} as the header: "
-                    f"{shorten(row)}. Quote texts with {separator!r}."
+                    f"'{path}', line {lines.line_num} has {len(row)} fields, not {len(names)} like the header: "
+                    f"{shorten(row)}. Quote texts that contain {separator!r}."
                 )
             rows.append(row)
     except csv.Error as error:
         raise ValueError(f"'{path}', line {lines.line_num} cannot be read: {error}. Correct its quotes.") from error
-    columns = {name: _typed([row[index] or None for row in rows]) for index, name in enumerate(names)}
+    columns = {name: _parse_column([row[index] or None for row in rows]) for index, name in enumerate(names)}
     if len(columns) < len(names) or "" in names[1:]:
-        raise ValueError(f"The header of '{path}' is {shorten(names)}. Each column needs a name of its own.")
+        raise ValueError(f"The header of '{path}' is {shorten(names)}. Give each column its own name.")
     columns.pop("", None)  # the index that pandas writes
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _typed(texts: list[str | None]) -> list[Any]:
-    """Convert a column of texts that are all numbers, or all true or false."""
+def _parse_column(texts: list[str | None]) -> list[Any]:
+    """Convert a column of texts if all are numbers, or all are true or false."""
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         with suppress(pa.ArrowInvalid):
             values = pa.array(texts, pa.string()).cast(kind).to_pylist()
             pairs = zip(texts, values, strict=True)
-            # "007" is a name, as is what has more digits than a number
-            is_whole = kind == pa.int64()  # also of "0x1f"
-            is_name = any(text and (is_whole or text.isdigit()) and str(int(value)) != text for text, value in pairs)
-            return texts if is_name else values
+            # "007" is an identifier, as is a number with too many digits
+            is_integer = kind == pa.int64()  # parses "0x1f", too
+            is_identifier = any(
+                text and (is_integer or text.isdigit()) and str(int(value)) != text for text, value in pairs
+            )
+            return texts if is_identifier else values
     return texts
 
 
 def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> Dataset:
     """
-    Build a dataset with the keys of all rows (`Dataset.from_list`: of the first). A column that Arrow cannot store, or would
-    change (it gives each dictionary the keys of all), is kept as JSON: its values are those of the rows.
+    Build a dataset with the keys of all rows; `Dataset.from_list` only takes those of the first.
+
+    Columns that Arrow cannot store, or would change (it gives each dictionary the keys of all), are stored as JSON.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {}
@@ -257,7 +266,7 @@ def _arrow_column(name: str, values: list[Any], where: str) -> pa.Array:
 
 
 def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the dataset") -> Dataset:
-    """Let columns of paths or files, as other programs store them, or of lists of them, be images."""
+    """Cast columns of paths or files, or of lists of them, to images, whatever program stored them."""
     for name in filter(columns.__contains__, dataset.column_names):
         feature = dataset.features[name]
         is_list = isinstance(feature, List | LargeList)
@@ -266,7 +275,7 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
             values = dataset[name][:]
             row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
             raise ValueError(
-                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give each row a path, or each a list."
+                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give every row a path, or every row a list."
             )
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
@@ -275,30 +284,30 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
     return dataset
 
 
-def named_images(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the paths of the images that are not embedded, by column; of the full table, also if rows are selected."""
-    named = {}
+def unembedded_paths(dataset: Dataset) -> dict[str, list[str]]:
+    """Return the paths of images that are not embedded, by column, for all rows of the table, selected or not."""
+    paths_by_column = {}
     for column, feature in dataset.features.items():
         inner = getattr(feature, "feature", feature)
         if isinstance(inner, Image):
             images = dataset.data.column(column)
             images = images if inner is feature else pc.list_flatten(images)
             paths = pc.struct_field(images, "path").filter(pc.struct_field(images, "bytes").is_null())
-            named[column] = pc.unique(paths.drop_null()).to_pylist()
-    return named
+            paths_by_column[column] = pc.unique(paths.drop_null()).to_pylist()
+    return paths_by_column
 
 
-def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: list[Path]) -> Dataset:
-    """Check the images that rows name, and name their files. No image is opened."""
-    for column, names in named.items():
+def _with_image_files(dataset: Dataset, paths: dict[str, list[str]], folders: list[Path]) -> Dataset:
+    """Check the image paths of rows and replace them with absolute ones. No image is opened."""
+    for column, names in paths.items():
         try:
             files = {name: str(image_file(name, folders)) for name in names}
-            _find_first_beside(names, folders)
+            _check_image_folder(names, folders)
         except ValueError as error:
             raise ValueError(f"An image of the column `{column}`: {error}") from error
         if any(name != file for name, file in files.items()):
             rename = partial(_rename_images, column=column, files=files)
-            # As Arrow tables, which have the images as stored; a cache file would be in the dataset's directory
+            # As Arrow tables, which do not decode; in memory, since a cache file would be in the dataset's directory
             images = dataset.select_columns(column)
             renamed = images.with_format("arrow").map(
                 rename, batched=True, batch_size=100, features=images.features, keep_in_memory=True
@@ -308,15 +317,15 @@ def _with_image_files(dataset: Dataset, named: dict[str, list[str]], folders: li
 
 
 def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
-    """Replace a column by what became of it alone: `map` would encode JSON in the others again."""
+    """Replace a column without a `map` over the others, which would encode their JSON again."""
     other_columns = dataset.remove_columns(name)
     if other_columns.column_names:
         column = concatenate_datasets([other_columns, column], axis=1)
     return column.select_columns(dataset.column_names)
 
 
-def _find_first_beside(names: list[str], folders: list[Path]) -> None:
-    """Name the directory that has the images, where it is not the one that is searched but one in it."""
+def _check_image_folder(names: list[str], folders: list[Path]) -> None:
+    """Suggest `image_folder` if the images are in a subdirectory of the searched one."""
     if names and folders and not (folders[0] / names[0]).exists():
         for folder in filter(Path.is_dir, folders[0].iterdir()):
             if (folder / names[0]).is_file():
@@ -329,7 +338,7 @@ def _find_first_beside(names: list[str], folders: list[Path]) -> None:
 def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
     def rename(image: Any) -> Any:
         if isinstance(image, list):
-            return [rename(part) for part in image]
+            return [rename(item) for item in image]
         return image if image is None or image["bytes"] is not None else {**image, "path": files.get(image["path"])}
 
     index = batch.schema.get_field_index(column)
@@ -338,20 +347,20 @@ def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Ta
 
 
 def image_file(name: Any, folders: Sequence[Path]) -> Path:
-    """Find the file that a row names in the first of the folders. It may leave them, or follow a link, into caches only."""
+    """Resolve an image path in the first folder. It may only leave the folders, also by a link, into caches."""
     if not is_text(name):
-        raise ValueError(f"an image is {shorten(name)}, but it must be a path relative to the directory.")
+        raise ValueError(f"an image is {shorten(name)}, but must be a path relative to the dataset's directory.")
     refuse_address(name)
     path = Path(*folders[:1], name)
-    known = datasets.config
-    caches = [known.HF_DATASETS_CACHE, known.DOWNLOADED_DATASETS_PATH, known.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
-    # A download into a cache elsewhere: `snapshots/<commit>/` has links to `blobs/`
+    config = datasets.config
+    caches = [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE]
+    # A Hub cache in another place: `snapshots/<commit>/` links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
         raise ValueError(
-            f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. Put the images there, or "
-            "name their real directory (`image_folder`) where a loader takes one."
+            f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. Move the images there, or pass "
+            "their real directory as `image_folder` if the loader has this option."
         )
     return path
 
@@ -361,7 +370,7 @@ def _resolved(folder: str) -> Path:
     return Path(folder).resolve()
 
 
-def report_broken(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
+def report_broken_rows(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
     """Raise an error for broken rows, or warn that they are left out."""
     if not broken:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids: an image set is one image with panels of equal size, in row-major order."""
+"""Grids: image sets as one image with panels of equal size, in row-major order."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from PIL import Image
 
 
 def panel_size(height: int, width: int, rows: int, cols: int) -> tuple[int, int]:
-    """Compute height and width, in pixels, of one panel of a grid; `ValueError` if it has no equal panels."""
+    """Compute height and width of a grid's panels in pixels; raise `ValueError` if they would differ."""
     if min(rows, cols, height, width) < 1 or height % rows or width % cols:
         raise ValueError(
-            f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid, and no "
-            "panel is cropped."
+            f"An image of {height}x{width} pixels (height x width) does not divide into a {rows}x{cols} grid of equal "
+            "panels. Use a height and a width that do."
         )
     return height // rows, width // cols
 
@@ -28,13 +28,15 @@ def split_grid(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
 
 
 def join_grid(panels: Sequence[Image.Image], rows: int, cols: int) -> Image.Image:
-    """Join panels, all of one size and mode, into one grid image: the inverse of [`split_grid`]."""
+    """Join panels of the same size and mode into a grid image, the inverse of [`split_grid`]."""
     if not panels or len(panels) != rows * cols:
         raise ValueError(f"A {rows}x{cols} grid (rows x cols) has {rows * cols} panels, got {len(panels)} images.")
-    kinds = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
-    if len(kinds) > 1:
-        raise ValueError(f"The panels of a grid must have one size and mode, got (height, width, mode) {kinds}.")
-    ((height, width, mode),) = kinds
+    formats = sorted({(panel.height, panel.width, panel.mode) for panel in panels})
+    if len(formats) > 1:
+        raise ValueError(
+            f"The panels of a grid must have the same size and mode, got (height, width, mode) {formats}."
+        )
+    ((height, width, mode),) = formats
     image = Image.new(mode, (cols * width, rows * height))
     for index, panel in enumerate(panels):
         row, col = divmod(index, cols)
@@ -43,7 +45,7 @@ def join_grid(panels: Sequence[Image.Image], rows: int, cols: int) -> Image.Imag
 
 
 def with_gaps(image: Image.Image, count: int) -> Image.Image:
-    """Put a white gap between `count` images that are side by side, to be looked at."""
+    """Insert white gaps between `count` side-by-side images, for display."""
     if count == 1:
         return image
     gap = max(2, image.height // 32)
@@ -54,6 +56,6 @@ def with_gaps(image: Image.Image, count: int) -> Image.Image:
 
 
 def pixels_sha256(image: Image.Image) -> str:
-    """Digest what an image shows, whatever file it is in."""
-    head = f"{image.width}x{image.height} {image.mode}\n".encode()
-    return hashlib.sha256(head + image.tobytes()).hexdigest()
+    """Hash the pixels of an image, independent of its file format."""
+    header = f"{image.width}x{image.height} {image.mode}\n".encode()
+    return hashlib.sha256(header + image.tobytes()).hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Image-set prompts: one text that asks for a grid of images which belong together.
+Image-set prompts: a text that asks for a grid of related images.
 
-Columns: `prompt`, `rows`, `cols`, `panels` and, where known, `theme`, `criteria`, `height`, `width` and `id`. A set of
+Columns: `prompt`, `rows`, `cols`, `panels` and, optionally, `theme`, `criteria`, `height`, `width` and `id`. A set of
 separate images has `layout: "separate"`, `theme` and `panels`; `prompt`, `rows` (1) and `cols` are filled in.
 """
 
@@ -20,26 +20,26 @@ from .grid_prompts import (
     GRID,
     GRID_LAYOUT,
     ImageSetPrompt,
+    default_grid,
     ends_sentence,
     find_markers,
     format_image_set_prompt,
     parse_image_set_prompt,
-    usual_grid,
 )
 from .t2is import convert_t2is
 
 
-# Layout of a set whose panels are images of their own
+# Layout of a set whose panels are separate images
 SEPARATE = "separate"
-# Settings of separate images: the default prompt, and how they are generated
+# Options for separate images: their prompt, and how they are generated
 PANEL_OPTIONS = ("panel_template", "panel_generation")
 PANEL_TEMPLATE = "{theme} {panel}"
 GRID_COLUMNS = ("rows", "cols", "panels")
-_NEEDED_COLUMNS = ("prompt", *GRID_COLUMNS)
+_REQUIRED_COLUMNS = ("prompt", *GRID_COLUMNS)
 _SIZE_COLUMNS = ("height", "width")
-_COLUMNS = (*_NEEDED_COLUMNS, "theme", "layout", *_SIZE_COLUMNS)
+_COLUMNS = (*_REQUIRED_COLUMNS, "theme", "layout", *_SIZE_COLUMNS)
 
-# What a theme says of its grid
+# A theme's description of its grid
 _GRID_INTRODUCTION = re.compile(
     rf"(?:[\w-]+-PANEL\s+images?\s+with\s+(?:an?\s+)?)?{GRID_LAYOUT.pattern}(?:\s*:|\s+of\b)?\s*", re.IGNORECASE
 )
@@ -48,37 +48,44 @@ _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any]]) -> None:
     """
-    Check that a dataset, of which only the needed columns are read, or its rows are image-set prompts. Raises `ValueError`
-    if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty prompt, an empty panel,
-    another number of panels than its grid, another grid than its prompt names, or a size that is not in pixels.
+    Check that a dataset, or an iterable of its rows, has image-set prompts. Of a dataset, only the required columns are
+    read.
+
+    Raises a `ValueError` if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
+    prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or an invalid
+    size.
     """
     is_dataset = isinstance(dataset_or_rows, Dataset)
-    rows = list(_columns_of(dataset_or_rows) if is_dataset else dataset_or_rows)
+    rows = list(_prompt_columns(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
         if isinstance(dataset_or_rows, Dataset) and (names := dataset_or_rows.column_names):
             raise ValueError(f"There is no column `prompt` among {names}. Rename the column of the texts to `prompt`.")
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
-    missing = [name for name in _NEEDED_COLUMNS if any(name not in row for row in rows)]
+    missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
     if missing:
         raise ValueError(
             f"Image-set prompts need the columns {missing}. To edit images add `--edits`, or use `load_edit_prompts`. "
-            "Raw T2IS rows are converted by `convert_t2is`."
+            "Convert raw T2IS rows with `convert_t2is`."
         )
     for index, row in enumerate(rows):
-        check_row(index, *(row[name] for name in _NEEDED_COLUMNS))
+        check_row(index, *(row[name] for name in _REQUIRED_COLUMNS))
         if row.get("layout") != SEPARATE:
             _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
         elif row["rows"] != 1:
-            raise ValueError(f"Row {index} has rows={row['rows']}, but separate images. Leave `rows` and `cols` out.")
+            raise ValueError(
+                f"Row {index} has rows={row['rows']}, but its images are separate. Leave `rows` and `cols` out."
+            )
         elif not is_text(row.get("theme")):
-            raise ValueError(f"`theme` of row {index} is {shorten(row.get('theme'))}. Separate images need a text.")
+            raise ValueError(
+                f"`theme` of row {index} is {shorten(row.get('theme'))}, but separate images need a text."
+            )
         if not all(is_size(row.get(name)) for name in _SIZE_COLUMNS):
             sizes = {name: row.get(name) for name in _SIZE_COLUMNS}
-            raise ValueError(f"Row {index} has {sizes}. They must be numbers of pixels, such as 1024.")
+            raise ValueError(f"Row {index} has {sizes}, but sizes must be numbers of pixels, such as 1024.")
 
 
-def _columns_of(dataset: Dataset) -> Dataset:
-    """Select the columns that are read here: no images are."""
+def _prompt_columns(dataset: Dataset) -> Dataset:
+    """Select the columns of image-set prompts, none of which has images."""
     return dataset.with_format(None).select_columns([name for name in _COLUMNS if name in dataset.column_names])
 
 
@@ -100,40 +107,42 @@ def _check_prompt(index: int, prompt: Any) -> None:
 
 
 def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:
-    """Check that an image is cut as its prompt asks the model to arrange it."""
+    """Check that a row has the grid that its prompt asks for, since the image is split by the row's."""
     markers = find_markers(prompt)
     theme = prompt[: markers[0].start()] if markers else prompt
-    named = GRID_LAYOUT.findall(theme)
-    if not named and rows * cols > 1:  # "2x2 grid" of a single image can be windows of a house
-        named = _GRID_PHRASE.findall(theme)
-    if named and (rows, cols) not in [(int(first), int(second)) for first, second in named]:
+    grids = GRID_LAYOUT.findall(theme)
+    if not grids and rows * cols > 1:  # in a single image, a "2x2 grid" may be windows of a house
+        grids = _GRID_PHRASE.findall(theme)
+    if grids and (rows, cols) not in [(int(first), int(second)) for first, second in grids]:
         raise ValueError(
-            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {'x'.join(named[0])} grid: "
+            f"Row {index} has rows={rows} and cols={cols}, but its prompt asks for a {'x'.join(grids[0])} grid: "
             f"{shorten(prompt)}."
         )
 
 
 def complete_image_sets(dataset: Dataset) -> Dataset:
-    """Complete image-set prompts as [`load_image_set_prompts`] does, and check them. The given dataset is not changed."""
+    """Complete image-set prompts like [`load_image_set_prompts`], and check them. The dataset itself is not changed."""
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
     dataset, names = dataset.with_format(None), set(dataset.column_names)
-    if "panels" in names or names.isdisjoint(("image", "images")):  # no editing prompts, which the check reports
-        rows = list(_columns_of(dataset))
+    if "panels" in names or names.isdisjoint(
+        ("image", "images")
+    ):  # otherwise editing prompts, which the check reports
+        rows = list(_prompt_columns(dataset))
         dataset = _with_columns(dataset, rows, [_complete_row(index, row) for index, row in enumerate(rows)])
     check_image_set_columns(dataset)
     return check_references(dataset)
 
 
 def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Read what a row leaves out from its prompt: the layout and the panels, or the theme alone."""
-    parts: dict[str, Any] = {}
+    """Fill in missing columns of a row from its prompt: layout and panels, or only the theme."""
+    values: dict[str, Any] = {}
     is_bare = all(row.get(name) is None for name in GRID_COLUMNS)
     prompt: Any = row.get("prompt")
-    if row.get("layout") == SEPARATE:  # its panels side by side
+    if row.get("layout") == SEPARATE:  # as if the panels were side by side
         panels = row.get("panels") or []
-        parts = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels) or 1}
+        values = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels) or 1}
     elif "prompt" in row and (is_bare or row.get("theme") is None):
         _check_prompt(index, prompt)
         parsed = ImageSetPrompt(prompt, 1, 1, [prompt])
@@ -143,31 +152,31 @@ def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
             if is_bare:
                 raise ValueError(f"Row {index}: {error}") from error
         if is_bare:
-            parts = parsed._asdict()
-        elif (parsed.rows, parsed.cols) == (row.get("rows"), row.get("cols")):  # the text is about this grid
-            parts = {"theme": parsed.theme}
-    return {**row, **{name: part for name, part in parts.items() if row.get(name) is None}}
+            values = parsed._asdict()
+        elif (parsed.rows, parsed.cols) == (row.get("rows"), row.get("cols")):  # the prompt describes the row's grid
+            values = {"theme": parsed.theme}
+    return {**row, **{name: value for name, value in values.items() if row.get(name) is None}}
 
 
-def _with_columns(dataset: Dataset, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Dataset:
-    """Replace the columns of a dataset that differ between its rows and new ones."""
+def _with_columns(dataset: Dataset, old_rows: list[dict[str, Any]], new_rows: list[dict[str, Any]]) -> Dataset:
+    """Replace the columns of a dataset that differ between its old and new rows."""
     for name in _COLUMNS:
-        column = [row.get(name) for row in after]
-        if column != [row.get(name) for row in before]:
-            known = dataset.remove_columns(name) if name in dataset.column_names else dataset
-            dataset = known.add_column(name, column)
+        column = [row.get(name) for row in new_rows]
+        if column != [row.get(name) for row in old_rows]:
+            other_columns = dataset.remove_columns(name) if name in dataset.column_names else dataset
+            dataset = other_columns.add_column(name, column)
     return dataset
 
 
 def prompts_of_row(row: Mapping[str, Any], panel_template: str) -> list[str]:
-    """Return the prompts of a row's images: its own, or one for each panel of separate images."""
+    """Return the prompts of a row's images: its prompt, or one per panel for separate images."""
     if row.get("layout") != SEPARATE:
         return [row["prompt"]]
     return [panel_template.format(theme=row["theme"], panel=panel).strip() for panel in row["panels"]]
 
 
 def prompt_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the prompts of image sets as `paco-trl space` shows them: of separate images the theme, and a line for each panel."""
+    """Format prompts for `paco-trl space`: for separate images, the theme and one line per panel."""
     return [
         "\n".join(" ".join(text.split()) for text in [row["theme"], *row["panels"]])
         if row.get("layout") == SEPARATE
@@ -178,13 +187,13 @@ def prompt_texts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def arrange_sets(dataset: Dataset, layout: str | None) -> Dataset:
     """
-    Let all sets of completed prompts be separate images, or grids as T2IS has them; `None` leaves them as they are.
+    Convert all sets of completed prompts to separate images, or to T2IS's grids; `None` leaves them unchanged.
 
-    A row that is arranged anew loses its `height` and `width`; a theme becomes what the prompt has for all panels.
+    A converted row loses its `height` and `width`, and its theme becomes the part of the prompt that all panels share.
     """
     if layout is None:
         return dataset
-    rows = list(_columns_of(dataset))
+    rows = list(_prompt_columns(dataset))
     return _with_columns(dataset, rows, [_arrange_row(index, row, layout) for index, row in enumerate(rows)])
 
 
@@ -192,7 +201,7 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
     count, is_separate = row["rows"] * row["cols"], row.get("layout") == SEPARATE
     if count == 1 or is_separate == (layout == SEPARATE):
         return row
-    theme, prompt, no_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
+    theme, prompt, empty_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
     if layout == SEPARATE:
         markers = find_markers(prompt)
         if markers and GRID_LAYOUT.search(prompt) is not None:
@@ -200,38 +209,39 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
         theme = _GRID_INTRODUCTION.sub("", theme).strip()
         if not theme:
             raise ValueError(
-                f"Row {index} has no `theme`, and its prompt tells none: {shorten(prompt)}. Separate images would not "
-                "show what they share. Add it, or leave the row a grid."
+                f"Row {index} has no `theme`, and its prompt names none: {shorten(prompt)}. Separate images would have "
+                "nothing in common. Add a theme, or keep the row a grid."
             )
         prompt = " ".join([theme, *row["panels"]])
-        return {**row, **no_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
-    rows, cols = usual_grid(count)
+        return {**row, **empty_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}
+    rows, cols = default_grid(count)
     first, *panels = (text if ends_sentence(text) else f"{text}." for text in [theme, *row["panels"]])
     try:
         prompt = format_image_set_prompt(first, rows, cols, panels)
     except ValueError as error:
         raise ValueError(f"Row {index} cannot become a grid. {error}") from error
-    return {**row, **no_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
+    return {**row, **empty_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
 
 
 def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
-    A row with a `prompt` and without `rows`, `cols` and `panels` is completed: a text that names an `RxC grid layout` is
-    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is parsed
-    too. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one for each panel, of its
-    `height` and `width`. The trainers complete a dataset that you pass them in the same way.
+    Rows with a `prompt` but without `rows`, `cols` and `panels` are completed: a text that names an `RxC grid layout` is
+    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is also
+    parsed. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one per panel, each of the
+    row's `height` and `width`. The trainers complete their datasets in the same way.
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with a prompt on each line, also compressed
-            (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or what else [`~datasets.load_dataset`]
-            reads. `"demo"` is the 24 prompts that come with the package, unless there is a file or directory of this name.
+            A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with one prompt per line, optionally compressed
+            (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or anything else that
+            [`~datasets.load_dataset`] reads. `"demo"` loads the 24 prompts that come with the package, unless a file or
+            directory has this name.
         split (`str`, *optional*, defaults to `"train"`):
-            Split to load, or a slice of it, such as `"train[:50%]"`. A file, or a saved `Dataset`, is one split, `"train"`.
+            Split or slice to load, such as `"train[:50%]"`. A file or a saved `Dataset` has a single split, `"train"`.
         config (`str`, *optional*):
-            Configuration of the dataset, where it has several: `name` of [`~datasets.load_dataset`].
+            Configuration of the dataset if it has several: `name` of [`~datasets.load_dataset`].
 
     Raises:
         ValueError: If there is no such split, or the rows are not image-set prompts.
@@ -246,5 +256,5 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
 
 
 def demo_prompts_path() -> Path:
-    """Return the path of the 24 image-set prompts that come with the package, a `.jsonl` file."""
+    """Return the path of the `.jsonl` file with the 24 image-set prompts that come with the package."""
     return DEMO_FILE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
+"""Loading of the published PaCo-Dataset: ShareGPT-style JSON files, with images as files or in archives."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from datasets import Dataset, Features
 from ..utils.text import read_json, shorten
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import column_types
-from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken
+from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken_rows
 from .pairs import as_turns, pair_features
 
 
-# What the paper trains on; `consistency_reward_cot_test` is its evaluation set
+# The paper's training data; its evaluation set is `consistency_reward_cot_test`
 _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
 
@@ -21,26 +21,27 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     """
     Load the published PaCo-Dataset as pairs.
 
-    The layout is that of `X-GenGroup/PaCo-Dataset`: ShareGPT-style JSON files whose records have `conversations`
-    (`from`, `value`) or `messages` (`role`, `content`), and `images`, two paths. Both images come before the question,
-    as the weights were trained: the placeholders `<image>` in front of it are removed. LLaMA-Factory's
-    `dataset_info.json`, if there is one, maps names to files.
+    `X-GenGroup/PaCo-Dataset` has ShareGPT-style JSON files whose records have `conversations` (`from`, `value`) or
+    `messages` (`role`, `content`), and `images`, two paths. Both images come before the question, as in the training of
+    the weights: the placeholders `<image>` in front of it are removed. LLaMA-Factory's `dataset_info.json`, if present,
+    maps names to files.
 
-    An image is searched in the directory first, then in its zip and tar archives, which are extracted once into the
-    cache of `datasets`. Archives split into parts are not joined: the error has the command. Images are stored as
-    paths and not decoded: [`validate_pairs`] does that.
+    Images are searched in the directory first, then in its zip and tar archives, which are extracted once into the cache
+    of `datasets`. Split archives are not joined; the error shows the command. Images are stored as paths and not decoded;
+    see [`validate_pairs`].
 
     Args:
         path (`str` or `Path`):
-            The directory, or the Hub id of a dataset.
+            Directory, or Hub id of a dataset.
         files (`list[str]`, *optional*):
-            Names of datasets in `dataset_info.json`, or of JSON files. If `None`, what the paper trains on:
+            Names of datasets in `dataset_info.json`, or of JSON files. Defaults to the paper's training data,
             `consistency_reward_cot_train` and `sharegpt_editing_cot`.
         skip_broken (`bool`, *optional*, defaults to `False`):
-            Leave broken records out, with one warning that lists them. A missing or damaged file is always an error.
+            Whether to leave out broken records, with a warning that lists them. A missing or damaged file is always an
+            error.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source`, the name in `files`.
+        [`~datasets.Dataset`]: the columns `images`, `prompt`, `completion` and `source` (the name in `files`).
 
     Raises:
         ValueError: If a file is not a list of records, or a record is broken.
@@ -53,14 +54,14 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     names = [name.removesuffix(".json") for name in files or _TRAINING_FILES]
     paths = [image_file(info.get(name, {}).get("file_name", f"{name}.json"), [folder]) for name in names]
     rows, broken = [], []
-    for name, path_of_file in zip(names, paths, strict=True):
-        for record_number, record in enumerate(read_rows(path_of_file)):
+    for name, json_path in zip(names, paths, strict=True):
+        for record_number, record in enumerate(read_rows(json_path)):
             try:
                 texts, images = as_turns(record), record.get("images")
                 if not isinstance(images, list) or len(images) != 2:
                     raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
                 rows.append({"images": [finder.find(image) for image in images], **texts, "source": name})
-            except (ValueError, AttributeError, TypeError) as error:  # also of a turn or text of another type
-                broken.append(f"{path_of_file.name}, record {record_number}: {error}")
-    report_broken(broken, len(rows) + len(broken), "records", skip_broken)
+            except (ValueError, AttributeError, TypeError) as error:  # raised for turns or texts of another type, too
+                broken.append(f"{json_path.name}, record {record_number}: {error}")
+    report_broken_rows(broken, len(rows) + len(broken), "records", skip_broken)
     return Dataset.from_list(rows, features=Features({**pair_features(), **column_types(source="string")}))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Questions of the pairwise judge, and of benchmarks.
+Questions for the pairwise judge and for benchmarks.
 
-P(Yes) is comparable only between answers to the same words, so trainer, rewards and evaluation take them from here.
-The strings are those of the published code (https://github.com/X-GenGroup/PaCo-RL), uneven wording (`"Yes" and "No"
-first`) included. The paper (https://arxiv.org/abs/2512.04784) prints `"Yes" or "No"` in all; which of the two the
-published weights were trained on is not known. Texts are inserted unchanged; an empty one raises `ValueError`.
+P(Yes) is only comparable between answers to the same wording, so the trainer, rewards and evaluations share these
+questions. They are copied from the published code (https://github.com/X-GenGroup/PaCo-RL), with its uneven wording
+(`"Yes" and "No" first`). The paper (https://arxiv.org/abs/2512.04784) always prints `"Yes" or "No"`; it is not known which
+wording the published weights were trained on. Texts are inserted unchanged; an empty one raises `ValueError`.
 """
 
 import yaml
@@ -17,10 +17,10 @@ _QUESTIONS: dict[str, str] = yaml.safe_load(read_template("questions.yaml"))
 
 
 def question(kind: str, **texts: str) -> str:
-    """Fill texts in the question of a kind, a key of questions.yaml."""
+    """Insert texts into a question template; `kind` is a key of questions.yaml."""
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"`{name}` is {text!r}, which makes no question. Give a text that is not empty.")
+            raise ValueError(f"`{name}` is {text!r}, so there is nothing to ask. Pass a text that is not empty.")
     return _QUESTIONS[kind].format(**texts)
 
 
@@ -35,12 +35,12 @@ def criterion_question(criterion: str) -> str:
 
 
 def reference_question(role: str) -> str:
-    """Ask whether an image (second) keeps identity, style or logic of a reference: ours, as a criterion."""
+    """Ask whether the second image keeps the identity, style or logic of a reference: our criterion."""
     return criterion_question(_QUESTIONS[f"reference_{role}"])
 
 
 def edit_consistency_question(instruction: str) -> str:
-    """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's."""
+    """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's question."""
     return question("edit_consistency", instruction=instruction)
 
 
@@ -55,7 +55,7 @@ def plain_question() -> str:
 
 
 def t2is_bench_question(criterion: str) -> str:
-    """Ask whether two images meet a criterion, in the words of T2IS-Bench's own evaluation, without reasons."""
+    """Ask whether two images meet a criterion, without reasons, in the wording of T2IS-Bench's evaluation."""
     return question("t2is_bench", criterion=criterion)
 
 

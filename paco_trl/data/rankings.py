@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Rankings: a reference image and candidates, in the order of their consistency with it.
+Rankings: a reference image and candidates, ranked by their consistency with it.
 
 Columns: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best first),
-`prompt` and, maybe `theme`, `criteria` (see [`criteria_dict`]), `group` (instances of the same prompt) and `id`.
+`prompt` and, optionally, `theme`, `criteria` (see [`criteria_dict`]), `group` (rows of the same prompt) and `id`.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +37,11 @@ _PROMPT_FILE = "prompt_data.jsonl"
 
 def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
     """
-    Check that a dataset has the rankings format, without reading its images. Raises `ValueError` if it has no rows, a column
-    is missing or of the wrong type, or a row has fewer than two candidates, an empty prompt, or a `ranking` that does not
-    name each candidate exactly once. `name` is the dataset's in errors.
+    Check that a dataset has the format of rankings, without reading its images.
+
+    Raises a `ValueError` if it has no rows, a column is missing or of the wrong type, or a row has fewer than two
+    candidates, an empty prompt, or a `ranking` that does not list each candidate exactly once. Errors call the dataset
+    `name`.
     """
     check_is_dataset(dataset, name, _COLUMNS)
     check_image_column(dataset, "reference", name)
@@ -49,12 +51,14 @@ def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
     for row, (count, ranking) in enumerate(zip(counts, dataset.with_format(None)["ranking"], strict=True)):
         if count < 2:
             raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
-        if not is_order(ranking, count):
-            raise ValueError(f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, not 0 to {count - 1} once.")
+        if not is_permutation(ranking, count):
+            raise ValueError(
+                f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, but must list 0 to {count - 1} once each."
+            )
 
 
-def is_order(ranking: Any, count: int) -> bool:
-    """Tell whether a ranking has each index from 0 to `count - 1` exactly once."""
+def is_permutation(ranking: Any, count: int) -> bool:
+    """Return whether a ranking has each index from 0 to `count - 1` exactly once."""
     is_list = isinstance(ranking, (list, tuple)) and all(type(index) is int for index in ranking)
     return is_list and sorted(ranking) == list(range(count))
 
@@ -66,14 +70,16 @@ def ranking_features() -> Features:
 
 
 def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    """Read reference, candidates and ranking of one record. The errors continue `<file>, record <number>: `."""
+    """Read the reference, candidates and ranking of a record. Errors are worded to follow `<file>, record <number>: `."""
     reference = record.get("ref_image", record.get("ref_img"))
     names = record.get("comp_images", record.get("comparison_images"))
     order = record.get("rank_images")
     if not isinstance(names, list) or len(names) < 2 or len(set(map(str, names))) != len(names):
-        raise ValueError(f"`comp_images` is {shorten(names)}. It must be a list of at least two different file names.")
+        raise ValueError(
+            f"`comp_images` is {shorten(names)}, but must be a list of at least two different file names."
+        )
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, names)):
-        raise ValueError(f"`rank_images` is {shorten(order)}, not an order of `comp_images`, {shorten(names)}.")
+        raise ValueError(f"`rank_images` is {shorten(order)}, but must order `comp_images`, {shorten(names)}.")
     folder = PurePath("images", str(record.get("folder")))
     paths = [finder.find(name, folder) for name in [reference, *names]]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
@@ -83,20 +89,20 @@ def load_consistency_rank(path: str | Path) -> Dataset:
     """
     Load the published ConsistencyRank benchmark as rankings.
 
-    The layout is that of `X-GenGroup/ConsistencyRank-Bench`: `consistency_full_rank.jsonl` with `folder`, `ref_image`,
-    `comp_images` and `rank_images` (best first), `prompt_data.jsonl` with `idx` (the directory), `prompt` and `criteria`,
-    and the images in `images/<folder>/`: or in `images.zip`, extracted once into the cache of `datasets`.
+    `X-GenGroup/ConsistencyRank-Bench` has `consistency_full_rank.jsonl` with `folder`, `ref_image`, `comp_images` and
+    `rank_images` (best first), `prompt_data.jsonl` with `idx` (the folder), `prompt` and `criteria`, and the images in
+    `images/<folder>/` or in `images.zip`, which is extracted once into the cache of `datasets`.
 
     Args:
         path (`str` or `Path`):
-            The directory, or the Hub id of a dataset.
+            Directory, or Hub id of a dataset.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"`, `n` counting the records of a
-        reference), `group` (the directory), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"` for record `n` of a reference), `group` (the
+        folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
-        ValueError: If a file is not of JSON objects, or a record is broken.
+        ValueError: If a file does not have JSON objects, or a record is broken.
         shutil.ReadError: If `images.zip` is damaged.
     """
     folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
@@ -110,7 +116,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
         counts[prefix] = counts.get(prefix, -1) + 1
         try:
             if group not in prompts:
-                raise ValueError(f"its `folder` {shorten(record.get('folder'))} is no `idx` of {_PROMPT_FILE}.")
+                raise ValueError(f"its `folder` {shorten(record.get('folder'))} is not an `idx` of {_PROMPT_FILE}.")
             ranking = _read_ranking(record, finder)
         except ValueError as error:
             raise ValueError(f"{RANK_FILE}, record {record_number}: {error}") from error
@@ -120,7 +126,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
 
 
 def theme_of(row: Mapping[str, Any]) -> str:
-    """Return the theme of a row: its own, that of its image-set prompt, or its prompt."""
+    """Return the theme of a row: its `theme`, the theme of its image-set prompt, or the prompt itself."""
     if is_text(row.get("theme")):
         return row["theme"]
     try:
@@ -152,32 +158,34 @@ def rankings_to_pairs(
     question: Callable[[dict[str, Any]], str] | None = None,
 ) -> Dataset:
     """
-    Convert rankings to pairs: the reference is consistent with its best candidates, inconsistent with its worst ones.
+    Convert rankings to pairs: the reference is consistent with the best candidates, and inconsistent with the worst.
 
-    The paper keeps "clear positives and negatives", without their number. The completions are label-only.
+    The paper keeps "clear positives and negatives" without stating their number. The completions are label-only.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            The rankings. Images are not decoded; those given by path stay paths.
+            Rankings. Images are not decoded, and paths stay paths.
         num_positives (`int`, *optional*, defaults to `1`), num_negatives (`int`, *optional*, defaults to `1`):
-            Number of candidates that are consistent, from the best, and inconsistent, from the worst.
+            Number of best candidates that are consistent, and of worst ones that are inconsistent.
         question (`Callable[[dict], str]`, *optional*):
             Function from a row, without `reference` and `candidates`, to its question. If `None`, [`theme_question`]
-            of the row's theme, of that of its image-set prompt, or of its prompt.
+            with the row's theme, the theme of its image-set prompt, or its prompt.
 
     Returns:
         [`~datasets.Dataset`]: the pairs, the reference as the first image, and `group` if the rankings have it.
 
     Raises:
-        ValueError: If it does not have the rankings format, or a row has too few candidates.
+        ValueError: If the dataset does not have the format of rankings, or a row has too few candidates.
     """
     check_ranking_columns(dataset)
     numbers = {"num_positives": num_positives, "num_negatives": num_negatives}
     if min(numbers.values()) < 1:
-        raise ValueError(f"{numbers}: each must be at least 1, as the judge needs both answers.")
+        raise ValueError(f"{numbers} must each be at least 1, since the judge needs both answers.")
     counts = list_lengths(dataset, "candidates")
     if counts.min() < num_positives + num_negatives:
-        raise ValueError(f"Row {counts.argmin()} has {counts.min()} candidates, not {num_positives + num_negatives}.")
+        raise ValueError(
+            f"Row {counts.argmin()} has {counts.min()} candidates, but {num_positives + num_negatives} are needed."
+        )
     features = pair_features()
     if "group" in dataset.column_names:
         features = Features({**features, "group": dataset.features["group"]})

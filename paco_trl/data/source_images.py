@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source images of editing prompts: check them by their headers before a run, decode them one row at a time."""
+"""Source images of editing prompts, checked by their headers before a run, and decoded one row at a time."""
 
 import hashlib
 import io
@@ -17,43 +17,43 @@ from ..utils.images import reading
 from ..utils.text import shorten_path
 
 
-# Number of rows above which a pass over them shows a progress bar
+# Above this number of rows, passes over them show a progress bar
 MANY_ROWS = 1000
 
-# EXIF orientations that exchange width and height
-_TURNED_SIDEWAYS = (5, 6, 7, 8)
+# EXIF orientations that swap width and height
+_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 
 
 def has_source_images(dataset: Dataset) -> bool:
-    """Tell whether rows have source images, in a column `image` or `images`, and so are editing prompts."""
+    """Return whether rows have source images (`image` or `images`), and so are editing prompts."""
     return "image" in dataset.column_names or "images" in dataset.column_names
 
 
 class SourceImages:
     """
-    Source images of a dataset, with their sizes: rows with `image` ([`~datasets.Image`]) or `images` (a list of them),
-    decoded or not, or another `column`, such as `"references"`. `where` is the name of the dataset in errors.
+    Source images of a dataset and their sizes, from `image` ([`~datasets.Image`]) or `images` (a list of them), decoded or
+    not, or from another `column`, such as `"references"`. Errors call the dataset `where`.
 
-    Reads the header of every image and no pixels, so that a missing or unreadable file is found before a model is
-    loaded: a `ValueError` names the row of an image that is missing, a URL, or unreadable, and of an empty list. Nothing is
-    fetched from a network. The dataset itself is not changed.
+    Reads the header of every image, but no pixels, so that broken files are found before a model is loaded: a `ValueError`
+    names the row of an image that is missing, unreadable or a URL, or of an empty list. Nothing is downloaded, and the
+    dataset is not changed.
 
     Attributes:
         column (`str`): Name of the column: `"image"`, `"images"` or `"references"`.
-        max_count (`int`), row_with_most (`int`): Largest number of images in a row, and the first row with so many.
+        max_count (`int`), row_with_most (`int`): Largest number of images in a row, and the first row that has it.
     """
 
     def __init__(self, dataset: Dataset, where: str, column: str | None = None):
         self.where = where
         self.column = column or ("image" if "image" in dataset.column_names else "images")
-        self._kind = "source image" if column is None else "reference"
+        self._image_type = "source image" if column is None else "reference"
         feature = dataset.features[self.column]
-        # Decodes as `datasets` does: rewards may see what it decodes
+        # Decodes like `datasets`, since rewards may get images that it decoded
         self._feature = ImageFeature(mode=getattr(feature, "feature", feature).mode)
-        # As Arrow, which decodes nothing; casting a list of images to `decode=False` would copy all bytes
+        # As Arrow, to decode nothing; casting a list of images to `decode=False` would copy all bytes
         self._table = dataset.select_columns(self.column).with_format("arrow")
         self._digests: dict[int, tuple[str, ...]] = {}
-        description, is_quick = f"Reading the headers of the {self._kind}s of {where}", len(dataset) <= MANY_ROWS
+        description, is_quick = f"Reading the headers of the {self._image_type}s of {where}", len(dataset) <= MANY_ROWS
         rows = tqdm(range(len(dataset)), desc=description, unit="row", disable=is_quick)
         self._sizes = [[self._read_size(*image) for image in self._images(row)] for row in rows]
         counts = [len(sizes) for sizes in self._sizes]
@@ -66,44 +66,44 @@ class SourceImages:
         return len(self._sizes)
 
     def sizes(self, row: int) -> list[tuple[int, int]]:
-        """Return width and height of each decoded image of a row, turned as its EXIF orientation says."""
+        """Return width and height of the images of a row, after applying their EXIF orientations."""
         return self._sizes[row]
 
     def digests(self, row: int) -> tuple[str, ...]:
-        """Compute the BLAKE2b digest of the bytes of each image of a row, once."""
+        """Return the BLAKE2b digests of the bytes of a row's images, computed once."""
         if row not in self._digests:
             self._digests[row] = tuple(self._digest(*image) for image in self._images(row))
         return self._digests[row]
 
     def lengths(self, row: int) -> list[int]:
-        """Return the number of bytes of each image file of a row."""
+        """Return the numbers of bytes of a row's image files."""
         images = [image for _, image in self._images(row)]
         return [os.path.getsize(image["path"]) if image["bytes"] is None else len(image["bytes"]) for image in images]
 
     def files(self, row: int) -> list[Path | None]:
-        """Return the stored paths of the images of a row; `None` for an embedded image."""
+        """Return the paths of a row's images, `None` for embedded ones."""
         return [Path(image["path"]) if image["bytes"] is None else None for _, image in self._images(row)]
 
     def load(self, row: int, in_rgb: bool = True) -> list[Image.Image]:
-        """Decode the images of a row, in RGB or in their own modes; raise `ValueError` for damaged or changed ones."""
+        """Decode the images of a row, in RGB or their original modes; raise `ValueError` for damaged or changed ones."""
         images = zip(self._images(row), self._sizes[row], strict=True)
         return [self._decode(*image, size, in_rgb) for image, size in images]
 
     def _images(self, row: int) -> list[tuple[str, Any]]:
-        """Return the images of a row as they are stored, each with its name for errors."""
+        """Return the stored images of a row, each after its name for errors."""
         (value,) = self._table[row][self.column].to_pylist()
-        name = f"Row {row} of {self.where}: its {self._kind}"
-        named = [(name, value)]
+        name = f"Row {row} of {self.where}: its {self._image_type}"
+        named_images = [(name, value)]
         if self.column != "image":
-            named = [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
+            named_images = [(f"{name} {index} (counted from 0)", image) for index, image in enumerate(value or [])]
         return [
             (f"{name} ({shorten_path(image['path'] or 'embedded')})" if image else name, image)
-            for name, image in named
+            for name, image in named_images
         ]
 
     def _read_size(self, name: str, image: dict[str, Any] | None) -> tuple[int, int]:
         if image is None:
-            raise ValueError(f"{name} is None. Give an image, or leave the row out.")
+            raise ValueError(f"{name} is None. Add an image, or leave the row out.")
         with reading(name):
             if image["bytes"] is None:
                 refuse_address(image["path"])
@@ -118,14 +118,14 @@ class SourceImages:
         from ..utils.images import to_rgb
 
         with reading(name):
-            decoded = self._feature.decode_example(image)
-            decoded = to_rgb(decoded, "The image") if in_rgb else decoded
-        if decoded.size != size:
+            decoded_image = self._feature.decode_example(image)
+            decoded_image = to_rgb(decoded_image, "The image") if in_rgb else decoded_image
+        if decoded_image.size != size:
             raise ValueError(
-                f"{name} has {decoded.width} x {decoded.height} pixels (wide and high), but its header {size[0]} x "
-                f"{size[1]}. It has changed during the run, or must be saved again."
+                f"{name} has {decoded_image.width} x {decoded_image.height} pixels (width x height), but {size[0]} x {size[1]} in "
+                "its header. Save it again, unless it was changed during the run."
             )
-        return decoded
+        return decoded_image
 
 
 def _open_stream(image: dict[str, Any]) -> Any:
@@ -133,12 +133,12 @@ def _open_stream(image: dict[str, Any]) -> Any:
 
 
 def decoded_size(stream: Any) -> tuple[int, int]:
-    """Read from its header the size that an image has when `datasets` decodes it."""
+    """Read the size that `datasets` decodes an image to from its header."""
     image: Any = Image.open(stream)
     width, height = image.size
     if image.format == "TIFF":
-        # As stored: newer versions of Pillow already report the turned size
+        # The stored size: newer versions of Pillow already report the rotated one
         width, height = (image.tag_v2[tag] for tag in (ExifTags.Base.ImageWidth, ExifTags.Base.ImageLength))
-    # Pillow would decode a PNG to find out whether an orientation follows its pixels
+    # `Image.getexif` skips what follows the pixels of a PNG, for which Pillow would decode them
     exif = Image.Image.getexif(image) if image.format == "PNG" else image.getexif()
-    return (height, width) if exif.get(ExifTags.Base.Orientation) in _TURNED_SIDEWAYS else (width, height)
+    return (height, width) if exif.get(ExifTags.Base.Orientation) in _SIDEWAYS_ORIENTATIONS else (width, height)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ViStoryBench's stories as sets of separate images."""
+"""Loading of ViStoryBench's stories as sets of separate images."""
 
 from pathlib import Path, PurePath
 from typing import Any
@@ -10,7 +10,7 @@ from ..utils.text import read_json
 from .dataset_files import dataset_of_rows, find_dataset_folder, image_file, with_image_types
 
 
-# What a shot shows, in the order of the benchmark's own prompts; characters and scene follow
+# Fields of a shot, in the order of the benchmark's prompts, before characters and scene
 _SHOT_FIELDS = ("Shot Perspective Design", "Plot Correspondence", "Static Shot Description")
 _SCENE_FIELD, _CHARACTERS_FIELD = "Setting Description", "Characters Appearing"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -22,18 +22,18 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
 
     Args:
         path_or_id (`str` or `Path`, *optional*, defaults to `"ViStoryBench/ViStoryBench"`):
-            Directory of the stories (`01/story.json`, `01/image/<character>/`, ...), or one that has it; or their Hub id.
+            Directory of the stories (`01/story.json`, `01/image/<character>/`, ...) or its parent, or their Hub id.
         language (`str`, *optional*, defaults to `"en"`):
             `"en"` or `"ch"`.
 
     Returns:
-        [`~datasets.Dataset`]: a row per story: `id`, `layout` (`"separate"`), `theme` (the kind of story and its
-        characters), `panels` (a shot each: camera, plot, what it shows, its characters, scene), `shots` (their numbers)
-        and, if each story has images of characters, `references` (the first of each character).
+        [`~datasets.Dataset`]: one row per story with `id`, `layout` (`"separate"`), `theme` (the type of story and its
+        characters), `panels` (one per shot: camera, plot, description, characters, scene), `shots` (their numbers) and, if
+        all stories have images of characters, `references` (the first of each character).
 
     Raises:
         FileNotFoundError: If there is no `story.json`.
-        ValueError: If a story or a shot lacks a text in this language, or a character's images are not in the directory.
+        ValueError: If a story or shot lacks a text in this language, or a character's images are outside the directory.
     """
     root = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
     files = sorted(root.glob("*/story.json")) or sorted(root.glob("*/*/story.json"))
@@ -57,7 +57,7 @@ def _read_story(file: Path, language: str, root: Path) -> dict[str, Any]:
     texts = {key: f"{names[key]} is {person[f'prompt_{language}']}" for key, person in story["Characters"].items()}
     panels = []
     for shot in story["Shots"]:
-        # Keys are the English names
+        # Characters are keyed by their English names
         characters = [texts[key.strip()] for key in shot[_CHARACTERS_FIELD]["en"]]
         panels.append(
             "; ".join([*(shot[name][language] for name in _SHOT_FIELDS), *characters, shot[_SCENE_FIELD][language]])

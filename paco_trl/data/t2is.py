@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T2IS-Bench (https://huggingface.co/papers/2506.23275): its raw rows and its own files as image-set prompts."""
+"""Conversion of T2IS-Bench (https://huggingface.co/papers/2506.23275), raw rows or files, to image-set prompts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +10,12 @@ from datasets import Dataset, Features
 from ..utils.text import read_json, shorten
 from .columns import CRITERIA_TYPE, column_types, criteria_list
 from .dataset_files import find_dataset_folder
-from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, parse_image_set_prompt, usual_grid
+from .grid_prompts import GRID, GRID_LAYOUT, ImageSetPrompt, default_grid, parse_image_set_prompt
 from .grids import panel_size
 
 
 _BENCH, _CRITERIA = "T2IS-Bench.json", "prompt_consistency.json"
-_PANEL = 512  # pixels, in the README of the benchmark's code
+_PANEL_SIDE = 512  # pixels, from the README of the benchmark's code
 
 
 def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] | Dataset:
@@ -24,8 +24,8 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
 
     The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
     `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
-    `{"dimension", "name", "text"}`: a column of the raw dictionaries would give every row the names of all rows.
-    Inverse: [`criteria_dict`].
+    `{"dimension", "name", "text"}`, because in a column of dictionaries every row would have the names of all rows. Its
+    inverse is [`criteria_dict`].
 
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
@@ -57,7 +57,7 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _features() -> Features:
-    """Return the types of the columns, which the first rows may not show."""
+    """Return the types of the columns, which may be `None` in the first rows."""
     texts = ("id", "prompt", "theme", "category", "subcategory", "case_id")
     numbers = ("rows", "cols", "height", "width")
     lists = {"panels": ["string"], "criteria": CRITERIA_TYPE}
@@ -65,7 +65,7 @@ def _features() -> Features:
 
 
 def find_t2is_bench(path_or_id: str | Path) -> Path | None:
-    """Find the directory of T2IS-Bench's own files, downloaded if needed; None for data in another layout."""
+    """Find or download the directory of T2IS-Bench's files; return `None` for data in another format."""
     path = Path(path_or_id).expanduser()
     path = path.parent if path.name == _BENCH else path
     if (path / _BENCH).is_file():
@@ -74,7 +74,7 @@ def find_t2is_bench(path_or_id: str | Path) -> Path | None:
 
 
 def read_t2is_bench(folder: Path) -> Dataset:
-    """Read T2IS-Bench's own files as [`convert_t2is`] does raw rows; a case without a grid prompt has no `panels`."""
+    """Read T2IS-Bench's files into the columns of [`convert_t2is`]; a case without a grid prompt has no `panels`."""
     cases, criteria = (read_json(folder / name) for name in (_BENCH, _CRITERIA))
     rows = []
     for name, case in cases.items():
@@ -86,20 +86,22 @@ def read_t2is_bench(folder: Path) -> Dataset:
 
 
 def _convert_case(name: str, case: dict[str, Any], criteria: list[dict[str, str]]) -> dict[str, Any]:
-    # Only `task_name_case_id` and `output_image_count` are named in the benchmark's code: the prompt is the text of a
-    # case that describes a grid, else the longest one
+    # The benchmark's code only names `task_name_case_id` and `output_image_count`. The prompt is the text that describes
+    # a grid, or the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
     grid, count = next(filter(GRID_LAYOUT.search, texts), None), case.get("output_image_count")
     if grid is not None:
         parsed = parse_image_set_prompt(grid)
     elif not texts or type(count) is not int or count < 1:
-        raise ValueError(f"it has no prompt of a grid, or no instruction with `output_image_count`: {list(case)}.")
+        raise ValueError(
+            f"it has neither a prompt of a grid nor an instruction with `output_image_count`: {list(case)}."
+        )
     else:
-        parsed = ImageSetPrompt(texts[0], *usual_grid(count), [])
+        parsed = ImageSetPrompt(texts[0], *default_grid(count), [])
     rows, cols = parsed.rows, parsed.cols
     if count not in (None, rows * cols):
         raise ValueError(f"`output_image_count` is {shorten(count)}, but its prompt asks for a {rows}x{cols} grid.")
     columns = {"id": name, "case_id": name, "category": case.get("category"), "criteria": criteria}
-    columns |= {"prompt": grid or parsed.theme, "height": _PANEL * rows, "width": _PANEL * cols}
+    columns |= {"prompt": grid or parsed.theme, "height": _PANEL_SIDE * rows, "width": _PANEL_SIDE * cols}
     columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None
     return columns | parsed._asdict()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from datasets import Dataset
 from filelock import FileLock
 
-from ..data.columns import by_id
+from ..data.columns import column_by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
 from ..utils.files import read_template
@@ -87,9 +87,9 @@ class AnnotationWork:
         self.file_lock = FileLock(folder.absolute().with_name(f".{folder.name}.lock"))
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
-        self._sha_of = by_id(panels, "sha256")
+        self._sha_of = column_by_id(panels, "sha256")
         # The address of an image is the digest of its pixels: a browser may keep it, and it does not tell the seed
-        self.image_files = {self._sha_of[name]: image["path"] for name, image in by_id(panels, "image").items()}
+        self.image_files = {self._sha_of[name]: image["path"] for name, image in column_by_id(panels, "image").items()}
         # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
         self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._not_people = {AUTOMATIC}

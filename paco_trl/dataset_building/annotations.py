@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from ..data.columns import by_id
-from ..data.rankings import is_order
+from ..data.columns import column_by_id
+from ..data.rankings import is_permutation
 from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
 
@@ -61,7 +61,7 @@ def check_annotator(name: Any) -> str:
 
 def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
     """Compute the rank of each candidate from their order (indices, best first): `(2, 3, 1)` for `[2, 0, 1]`."""
-    if not is_order(ranking, len(ranking)):
+    if not is_permutation(ranking, len(ranking)):
         raise ValueError(f"the ranking {shorten(ranking)} does not name each of its candidates exactly once.")
     return tuple(ranking.index(candidate) + 1 for candidate in range(len(ranking)))
 
@@ -82,8 +82,8 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
 
 def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iterator[tuple[Annotation, bool]]:
     """Read annotations in the order of the files, and check each; the second value tells whether it has scores."""
-    counts = {name: len(candidates) for name, candidates in by_id(instances, "candidates").items()}
-    digests = by_id(instances, "digest")
+    counts = {name: len(candidates) for name, candidates in column_by_id(instances, "candidates").items()}
+    digests = column_by_id(instances, "digest")
     for path in paths:
         for line_number, record in read_lines(path):
             try:
@@ -151,11 +151,11 @@ def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
     relation = tuple(tuple((margin > 0) - (margin < 0) for margin in row) for row in margins)
     wins = [row.count(1) for row in relation]
     # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
-    is_order = sorted(wins) == list(candidates)
+    is_permutation = sorted(wins) == list(candidates)
     return Vote(
         ranks,
         relation,
-        sorted(candidates, key=lambda index: -wins[index]) if is_order else None,
+        sorted(candidates, key=lambda index: -wins[index]) if is_permutation else None,
         next((index for index in candidates if wins[index] == len(wins) - 1), None),
         [index for index in candidates if wins[index] == 0 and -1 in relation[index]],
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, DatasetDict, Features
 from tqdm.auto import tqdm
 
-from ..data.columns import by_id, column_types
+from ..data.columns import column_by_id, column_types
 from ..data.pairs import make_pair, pair_features
 from ..data.rankings import default_question
 from ..utils.text import normalized
@@ -73,7 +73,7 @@ def built_pair_features() -> Features:
 
 def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
     """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
-    images, hashes = by_id(panels, "image"), by_id(panels, "sha256")
+    images, hashes = column_by_id(panels, "image"), column_by_id(panels, "sha256")
     decided = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
     questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
@@ -134,7 +134,7 @@ def build_pairs(
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
     ordered = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}
-    hashes = by_id(panels, "sha256")
+    hashes = column_by_id(panels, "sha256")
     decided = decide_pairs(rows, votes, num_negatives, seed)
     # The same image twice (two flat grids, for example) would be a lie or a triviality
     decisions = [pair for pair in decided if hashes[pair.first] != hashes[pair.second]]
@@ -148,9 +148,9 @@ def build_pairs(
     if len(pairs) == 0:
         raise ValueError(f"{len(annotations)} annotations give no pair: {report}. Rank more.")
 
-    texts, used = by_id(prompts, "prompt"), set(pairs["group"][:])
+    texts, used = column_by_id(prompts, "prompt"), set(pairs["group"][:])
     images: dict[str, set[str]] = {}
-    for name, prompt_id in by_id(panels, "prompt_id").items():
+    for name, prompt_id in column_by_id(panels, "prompt_id").items():
         images.setdefault(prompt_id, set()).add(hashes[name])
     groups = connected_prompts({name: text for name, text in texts.items() if name in used}, images)
     held_out = split_prompts(groups, test_size, seed)

@@ -12,7 +12,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from tqdm.auto import tqdm
 
-from ..data.columns import by_id, column_types, criteria_list, typed_dataset
+from ..data.columns import column_by_id, column_types, criteria_list, typed_dataset
 from ..data.grids import pixels_sha256, split_grid
 from ..data.rankings import ranking_features
 from ..utils.files import digest, file_name, write_atomically
@@ -130,7 +130,7 @@ def instances_to_rankings(
     instances: Dataset, panels: Dataset, prompts: Dataset, rankings: Mapping[str, Sequence[int]]
 ) -> Dataset:
     """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
-    paths = by_id(panels, "image")
+    paths = column_by_id(panels, "image")
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_rows = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}
     features = ranking_features()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from ..data.columns import by_id
+from ..data.columns import column_by_id
 from ..data.rankings import default_question
 from ..utils.files import digest, write_atomically
 from ..utils.journals import read_lines
@@ -32,7 +32,7 @@ def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) 
 
     The annotator is `automatic`, whose earlier annotations in `folder` are replaced. Returns the number of instances.
     """
-    seeds, lines = by_id(panels, "seed"), []
+    seeds, lines = column_by_id(panels, "seed"), []
     for row in instances.with_format(None):
         ranks = [1 if seeds[name] == seeds[row["reference"]] else 2 for name in row["candidates"]]
         record = {"annotator": AUTOMATIC, "instance": row["id"], "ranks": ranks, "digest": row["digest"]}
@@ -92,7 +92,7 @@ def rank_with_judge(
             )
     done = {annotation.instance for annotation in read_annotations(earlier, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in done]
-    paths = {name: image["path"] for name, image in by_id(panels, "image").items()}
+    paths = {name: image["path"] for name, image in column_by_id(panels, "image").items()}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
 
     unanswered = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from datasets import Dataset
 from PIL import Image
 
-from ..data.columns import by_id
+from ..data.columns import column_by_id
 from ..data.pairs import content_text, decision_of
 from ..data.questions import theme_question
 
@@ -28,7 +28,7 @@ def grids_sheet(grids: Dataset, prompts: Dataset, path: str | Path, max_prompts:
     rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
         rows_by_prompt.setdefault(prompt_id, []).append(row)
-    texts, names = by_id(prompts, "prompt"), list(rows_by_prompt)
+    texts, names = column_by_id(prompts, "prompt"), list(rows_by_prompt)
     rows = []
     for index in _evenly_spaced(range(len(names)), max_prompts):
         shown = grids.select(rows_by_prompt[names[index]][:_MAX_IMAGES])

@@ -544,8 +544,8 @@ DATA = [
         "data/image_sets.py",
         "test_data.py",
         (
-            "[(int(first), int(second)) for first, second in named]",
-            "[(int(second), int(first)) for first, second in named]",
+            "[(int(first), int(second)) for first, second in grids]",
+            "[(int(second), int(first)) for first, second in grids]",
         ),
     ),
     *_mutants(
@@ -576,7 +576,7 @@ DATA = [
         ),
         ("return height // rows, width // cols", "return height // cols, width // rows"),
         ("or height % rows or width % cols:", "or height % rows and width % cols:"),
-        ('head = f"{image.width}x{image.height} {image.mode}\\n"', 'head = f"{image.mode}\\n"'),
+        ('header = f"{image.width}x{image.height} {image.mode}\\n"', 'head = f"{image.mode}\\n"'),
     ),
     *_mutants(
         "data/rankings.py",
@@ -592,12 +592,12 @@ DATA = [
         "data/source_images.py",
         "test_edit_prompts.py::TestSizes test_edit_prompts.py::TestBadImages "
         "test_edit_prompts.py::test_digests_are_those_of_the_bytes_and_computed_once test_named_images.py",
-        ("_TURNED_SIDEWAYS = (5, 6, 7, 8)", "_TURNED_SIDEWAYS = (6, 8)"),
+        ("_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)", "_SIDEWAYS_ORIENTATIONS = (6, 8)"),
         (
             '            if image["bytes"] is None:\n                refuse',
             "            if False:\n                refuse",
         ),
-        ("if decoded.size != size:", "if False:"),
+        ("if decoded_image.size != size:", "if False:"),
         (
             "tuple(self._digest(*image) for image in self._images(row))",
             "tuple(sorted(self._digest(*image) for image in self._images(row)))",
@@ -634,7 +634,7 @@ DATA = [
         ("if _PLACEHOLDER in question or not question:", "if not question:"),
         ('_ROLES.get(turn.get("from") or turn.get("role"))', '_ROLES.get(turn.get("role"))'),
         ("rows.append(row_number)", "rows.append(0)"),
-        ("            check_sides(*opened.size, patch_size)\n", "            pass\n"),
+        ("            check_sides(*rgb_image.size, patch_size)\n", "            pass\n"),
     ),
     *_mutants(
         "utils/addresses.py",
@@ -647,7 +647,7 @@ DATA = [
         ("Dataset.from_parquet(glob.escape(path))", "Dataset.from_parquet(path)"),
         ("pattern, glob.escape(base_path)", "pattern, base_path"),
         ("if len(row) != len(names):", "if len(row) > len(names):"),
-        ("(is_whole or text.isdigit()) and", "False and"),
+        ("(is_integer or text.isdigit()) and", "False and"),
         ("if column.to_pylist() == values:", "if True:"),
         (
             "return None if example_data is None else json.loads(example_data)",
