@@ -576,7 +576,7 @@ DATA = [
         ),
         ("return height // rows, width // cols", "return height // cols, width // rows"),
         ("or height % rows or width % cols:", "or height % rows and width % cols:"),
-        ('header = f"{image.width}x{image.height} {image.mode}\\n"', 'head = f"{image.mode}\\n"'),
+        ('header = f"{image.width}x{image.height} {image.mode}\\n"', 'header = f"{image.mode}\\n"'),
     ),
     *_mutants(
         "data/rankings.py",
