@@ -476,7 +476,7 @@ class TestEvaluateEditReward:
         assert evaluate_edit_reward(scorer, dataset)["dimensions"]["overall"]["strict"]["mean"] == 1.0
         assert list(evaluate_edit_reward(scorer, dataset)["dimensions"]) == ["overall"]
         cosine = QuestionScorer(lambda prompt, color: -0.1)
-        with pytest.raises(ValueError, match="'consistency': -0.1}, but a geometric mean is of scores >= 0"):
+        with pytest.raises(ValueError, match="'consistency': -0.1}, but a geometric mean requires scores >= 0"):
             evaluate_edit_reward(cosine, dataset)
         assert evaluate_edit_reward(cosine, edits(EDIT_ROWS[:3]))["num_keys"] == 5
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluate judges against human preferences, and models trained at a reduced resolution.
+Evaluation of judges against human preferences, and of models trained at a reduced resolution.
 
-A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str): `images` is a list of
-`(first, second)` pairs of PIL images, `prompts` has one question per pair, and a higher score means more consistent, such
-as [`~paco_trl.PaCoReward`] and the baseline [`ClipIScorer`].
+A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str), for example [`~paco_trl.PaCoReward`]
+or the baseline [`ClipIScorer`]. `images` is a list of `(first, second)` pairs of PIL images, `prompts` has one question per
+pair, and a higher score means more consistent.
 """
 
 from typing import TYPE_CHECKING
@@ -35,5 +35,5 @@ __all__ = [
     "save_report",
 ]  # fmt: skip
 
-# Lazy, so that the metrics come without torch
+# Lazy, so that the metrics do not import torch
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

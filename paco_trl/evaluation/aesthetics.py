@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict from the CLIP embedding of an image how people would rate it."""
+"""Aesthetic scores, predicted from the CLIP embedding of an image."""
 
 import re
 from pathlib import Path
@@ -18,24 +18,24 @@ from ..utils.names import public_name
 
 class AestheticScorer:
     """
-    Predict aesthetics as the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor) does: linear layers on the
-    unit vector that CLIP gives for an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
+    Predict aesthetic scores like the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor): linear layers on
+    the unit CLIP embedding of an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
 
-    Which scorer T2IS-Bench and the PaCo-RL paper use is not published: figures are not comparable with theirs.
+    Not comparable with T2IS-Bench and the PaCo-RL paper, whose scorer is not published.
 
     Args:
         head (`str` or `Path`):
-            Safetensors file of the linear layers, or Hub id or directory with one `model.safetensors`. Weights and biases
-            are taken in the order of the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The
-            published files are pickles: convert them first.
+            Safetensors file of the linear layers, or Hub id or directory with a `model.safetensors`. Layers are ordered by
+            the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The published files are pickles:
+            convert them first.
         clip_model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             Hub id or directory of the CLIP that the head was trained on.
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
-            As in [`ClipIScorer`].
+            See [`ClipIScorer`].
 
     Attributes:
         name (`str`):
-            Name for reports: of the head and of the CLIP.
+            Name for reports, from the head and the CLIP.
     """
 
     def __init__(
@@ -50,19 +50,21 @@ class AestheticScorer:
         if not path.is_file():
             path = Path(cached_file(str(head), "model.safetensors"))
         if path.suffix != ".safetensors":
-            raise ValueError(f"The head {str(head)!r} is not a safetensors file; other formats can run code.")
+            raise ValueError(
+                f"The head {str(head)!r} is not a safetensors file. Convert it, since other formats can run code."
+            )
         self.clip = ClipEmbedder(clip_model, device=device, dtype=dtype, batch_size=batch_size)
         self.head = _linear_layers(load_file(path), self.clip.model.config.projection_dim, str(head))
         self.name = f"{public_name(str(head))} on {public_name(str(clip_model))}"
 
     @property
     def fingerprint(self) -> str:
-        """Digest of a sample of the weights, which identifies the scorer."""
+        """Return a digest of sampled weights, which identifies the scorer."""
         return weights_fingerprint(self.clip.model, self.head)
 
     @torch.inference_mode()
     def score_images(self, images: list[Image.Image]) -> list[float]:
-        """Score images: a tenth of the rating of each."""
+        """Return a tenth of the rating of each image."""
         if not check_list(images):
             return []
         embeds = self.clip.embed(images, [f"Image {number}" for number in range(len(images))])[0]  # (N, D)
@@ -76,7 +78,9 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
     for name in names:
         rows, columns = weights[name].shape
         if columns != width:
-            raise ValueError(f"`{name}` of {where} takes {columns} numbers, but gets {width}. Is it of another CLIP?")
+            raise ValueError(
+                f"`{name}` of {where} takes {columns} numbers, but gets {width}. Pass the CLIP that it was trained on."
+            )
         layer = nn.Linear(columns, rows)
         layer.weight.data = weights[name].float()
         bias = weights.get(name.removesuffix("weight") + "bias")
@@ -84,5 +88,7 @@ def _linear_layers(weights: dict[str, torch.Tensor], width: int, where: str) -> 
         layers.append(layer)
         width = rows
     if width != 1 or not layers:
-        raise ValueError(f"The layers of {where} end in {width} numbers, not one rating: {names or 'there are none'}.")
+        raise ValueError(
+            f"The layers of {where} end in {width} numbers, not in one rating: {names or 'there are none'}."
+        )
     return nn.Sequential(*layers).eval().requires_grad_(False)

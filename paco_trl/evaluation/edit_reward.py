@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluate judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
+Evaluation of judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
 (https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
 """
 
@@ -30,36 +30,36 @@ from ..utils.text import read_text, shorten
 from . import runs
 
 
-# Dimension of a row -> questions that its scores are made of
+# Dimension of a row -> the questions whose answers make up its score
 QUESTIONS_OF = {
     "prompt_following": ("prompt_following",),
     "consistency": ("consistency",),
     "overall": ("prompt_following", "consistency"),
 }
-# Kinds of these questions: of the editing reward, and of the published evaluation
+# Protocol -> templates of these questions: of the editing reward, and of the published evaluation
 QUESTIONS = {
     "default": {"prompt_following": "edit_following", "consistency": "edit_consistency"},
     "published": {"prompt_following": "edit_reward_bench_following", "consistency": "edit_reward_bench_consistency"},
 }
-# Tokens of each answer in the published script
+# Tokens that count as each answer in the published script
 PUBLISHED_YES = ("yes", "Yes", "YES", "y", "Y")
 PUBLISHED_NO = ("no", "No", "NO", "n", "N")
 TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
-# Scores of a tie differ by less (EditReward-Compass)
+# Scores that differ by less are a tie (EditReward-Compass)
 TIE = 1e-5
-# Columns that the benchmarks' own scripts read: instruction, verdict, kind; and images
+# Columns that the benchmarks' scripts read: instruction, verdict, task type or dimension; and images
 LAYOUTS = {
     "vc_reward": (["instruction", "winner", "task"], ["source_image", "edited_images"]),
     "editreward_compass": (["prompt", "label", "dimension"], ["source_image", "winner", "loser"]),
 }
-# Verdict of people -> place of the preferred edit
+# Human verdict -> index of the preferred edit
 VERDICTS: dict[str, dict[str, int | None]] = {
     "vc_reward": {"Image A": 0, "Image B": 1},
     "editreward_compass": {"preference": 0, "tie": None},
 }
 DIMENSIONS = {"IA": "prompt_following", "VC": "consistency"}
-# How GEditBench v2's code asks: pixels of the longer side, length of an answer, and how often
+# From GEditBench v2's code: pixels of the longer side, tokens per answer, and attempts
 _MAX_SIDE, _MAX_TOKENS, _ATTEMPTS = 1024, 2048, 4
 _WINNER = re.compile(r'"winner":\s*"(?:image[ _])?(a|b|tie)"', re.IGNORECASE)
 
@@ -73,44 +73,43 @@ def evaluate_edit_reward(
     benchmark: str = "edit_reward",
 ) -> dict[str, Any]:
     """
-    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), or on
-    VCReward-Bench (`benchmark="vc_reward"`) or EditReward-Compass (`"editreward_compass"`) as [`load_edit_pairs`] reads
-    them.
+    Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), on
+    VCReward-Bench (`benchmark="vc_reward"`) or on EditReward-Compass (`"editreward_compass"`), see [`load_edit_pairs`].
 
-    The score of an edited image is the scorer's answer to the question of the dimension about the pair (input image,
-    edited image); that of the dimension `overall` is the geometric mean of both. The edited image is resized to the input
-    image first. Both are RGB with transparency on white, and the questions are those of the editing reward. Interrupted
-    runs resume, as with [`evaluate_rankings`].
+    An edited image is scored by the question of the row's dimension about the pair (input image, edited image), and for
+    the dimension `overall` by the geometric mean of both questions. It is first resized to the input image. Images are RGB
+    with transparency on white, and the questions are the editing reward's. Interrupted runs resume like
+    [`evaluate_rankings`].
 
-    `protocol="published"` repeats the script that measured the paper's figures, and only its results compare with the
-    tables of [`published_tables`]`("EditReward-Bench")` that have this protocol. Its two questions ask for an answer of
-    one word, with `<img1>: ` and `<img2>: ` in front of the images. P(Yes) is summed over yes, Yes, YES, y and Y, P(No)
-    over no, No, NO, n and N, each if it is among the 20 likeliest tokens; the score is 0 if none of them is. (The script
-    also counts the one token that it samples at random.) Transparency is dropped, not put on white.
+    `protocol="published"` repeats the script behind the paper's figures, and only its results compare with the tables of
+    [`published_tables`]`("EditReward-Bench")` for this protocol. Its two questions ask for a one-word answer, with
+    `<img1>: ` and `<img2>: ` before the images. P(Yes) is the sum over yes, Yes, YES, y and Y, and P(No) over no, No, NO, n
+    and N, if they are among the 20 likeliest tokens; the score is 0 if none is. (The script also counts the token that it
+    samples at random.) Transparency is dropped instead of put on white.
 
     Args:
         scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), protocol (`str`, *optional*, defaults to `"default"`):
-            As in [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and
-            the instruction, and gives 1 where the first edit is better, 0 where the second is, 0.5 for a tie, or `None`,
-            which is never right.
+            See [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and the
+            instruction, and returns 1 if the first edit is better, 0 if the second is, 0.5 for a tie, or `None`, which is
+            never correct.
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
-            `consistency` and `overall`. A key that several rows name is scored once. Optional `winner` is the place of the
-            preferred image, or `None` where people see a tie: then scores that differ by less than 1e-5 are right.
+            `consistency` and `overall`. A key shared by rows is scored once. The optional `winner` is the index of the
+            preferred image, or `None` for a human tie, where scores must differ by less than 1e-5.
         benchmark (`str`, *optional*, defaults to `"edit_reward"`):
-            What decides the average: over task types for EditReward-Bench, over rows for the others, as their scripts do.
+            Determines the average: over task types for EditReward-Bench, over rows for the others, like their scripts.
 
     Returns:
         `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`]; `num_keys`, the
-        number of distinct edited images; `num_groups` for the intervals (rows that share an image, also through others,
-        are one; with another `benchmark` those of one instruction); and `dimensions`: of each dimension in the dataset `strict` and `geq` (`mean` and `interval`),
-        `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred image scores higher,
-        averaged over the task types; with `geq` a tie counts too.
+        number of distinct edited images; `num_groups` for the intervals (rows that share an image, directly or through
+        other rows, or with another `benchmark` the instruction); and `dimensions`, for each dimension in the dataset
+        `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of
+        rows whose preferred image scores higher, averaged over the task types; `geq` also counts ties.
 
     Raises:
-        ValueError: If the dataset does not have this form, an image cannot be read, the file is of another run, or the
-            scorer gives no finite score for a pair, or a negative one where `overall` needs it.
+        ValueError: If the dataset does not have this format, an image cannot be read, the file belongs to another run, or
+            a score is not finite, or negative for `overall`.
     """
     runs.check_protocol(protocol)
     dataset = dataset.with_format(None)  # plain Python values
@@ -121,30 +120,32 @@ def evaluate_edit_reward(
     run = (scorer, dataset, columns, IMAGE_COLUMNS, output_path)
     if getattr(scorer, "compares", False):
         settings["template"] = scorer.template
-        compared = [runs.Part(index, index, [((0, 1), row["instruction"])]) for index, row in enumerate(rows)]
-        common, records = runs.score_parts(
-            settings, *run, "row", compared, batch_size, lambda part, scores: {"row": part.key, "first": scores[0]}
+        items = [runs.RecordQuestions(index, index, [((0, 1), row["instruction"])]) for index, row in enumerate(rows)]
+        common, records = runs.score_records(
+            settings, *run, "row", items, batch_size, lambda item, scores: {"row": item.key, "first": scores[0]}
         )
         firsts = [records[index]["first"] for index in range(len(rows))]
         pairs = [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
     else:
-        parts, asked = _parts(rows, protocol)
+        items, questions_of_key = _list_items(rows, protocol)
 
-        def record(part: runs.Part, scores: Sequence[float | None]) -> dict[str, Any]:
-            return {"key": part.key, "scores": dict(zip(asked[part.key], scores, strict=True))}
+        def record(item: runs.RecordQuestions, scores: Sequence[float | None]) -> dict[str, Any]:
+            return {"key": item.key, "scores": dict(zip(questions_of_key[item.key], scores, strict=True))}
 
-        words = (PUBLISHED_YES, PUBLISHED_NO)
-        common, records = runs.score_parts(settings, *run, "key", parts, batch_size, record, words, resizes=True)
+        answer_tokens = (PUBLISHED_YES, PUBLISHED_NO)
+        common, records = runs.score_records(
+            settings, *run, "key", items, batch_size, record, answer_tokens, resizes=True
+        )
         pairs = [tuple(_score(row["dimension"], records[key]["scores"]) for key in row["key"]) for row in rows]
     is_macro = benchmark == "edit_reward"
     groups = _groups(rows) if is_macro else [row["instruction"] for row in rows]
-    present = {row["dimension"] for row in rows}
+    dimensions = {row["dimension"] for row in rows}
     return {
         **common,
         "num_keys": len({key for row in rows for key in row["key"]}),
         "num_groups": len(set(groups)),
         "dimensions": {
-            name: _accuracies(name, rows, pairs, groups, is_macro) for name in QUESTIONS_OF if name in present
+            name: _accuracies(name, rows, pairs, groups, is_macro) for name in QUESTIONS_OF if name in dimensions
         },
     }
 
@@ -163,25 +164,25 @@ def _check_rows(rows: list[dict[str, Any]], counts: list[int]) -> None:
             raise ValueError(f"Row {index} has another instruction than an earlier row of the keys {shorten(keys)}.")
 
 
-def _parts(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.Part], dict[str, list[str]]]:
-    """List the keys to score, at the first row that names them, and the questions of each that any row needs."""
-    needed: dict[str, set[str]] = {}
-    first: dict[str, tuple[int, int]] = {}
+def _list_items(rows: list[dict[str, Any]], protocol: str) -> tuple[list[runs.RecordQuestions], dict[str, list[str]]]:
+    """List the keys to score, with the first row that has them, and the questions that their rows require."""
+    required: dict[str, set[str]] = {}
+    first_use: dict[str, tuple[int, int]] = {}
     for index, row in enumerate(rows):
         for position, key in enumerate(row["key"]):
-            first.setdefault(key, (index, position))
-            needed.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
-    parts, asked = [], {}
-    for key, (index, position) in first.items():
-        asked[key] = [name for name in QUESTIONS[protocol] if name in needed[key]]
-        kinds = [QUESTIONS[protocol][name] for name in asked[key]]
-        texts = (question(kind, instruction=rows[index]["instruction"]) for kind in kinds)
-        parts.append(runs.Part(key, index, [((position,), text) for text in texts]))
-    return parts, asked
+            first_use.setdefault(key, (index, position))
+            required.setdefault(key, set()).update(QUESTIONS_OF[row["dimension"]])
+    items, questions_of_key = [], {}
+    for key, (index, position) in first_use.items():
+        questions_of_key[key] = [name for name in QUESTIONS[protocol] if name in required[key]]
+        templates = [QUESTIONS[protocol][name] for name in questions_of_key[key]]
+        texts = (question(template, instruction=rows[index]["instruction"]) for template in templates)
+        items.append(runs.RecordQuestions(key, index, [((position,), text) for text in texts]))
+    return items, questions_of_key
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[str]:
-    """Name the group of each row: those of one group share a key, directly or over other rows."""
+    """Return the group of each row: rows of a group share a key, directly or through other rows."""
     groups = DisjointSet(key for row in rows for key in row["key"])
     for row in rows:
         groups.merge(*row["key"])
@@ -189,7 +190,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
-    """Tell whether scores agree with people, strictly and if a tie counts as well."""
+    """Return whether scores agree with people, strictly, and if ties also count."""
     if winner is None:
         return (float(abs(pair[0] - pair[1]) < TIE),) * 2
     preferred, rejected = pair[winner], pair[1 - winner]
@@ -204,16 +205,16 @@ def _accuracies(
     hits = {"strict": strict, "geq": geq}
     task_types, groups = [rows[index]["task_type"] for index in indices], [groups[index] for index in indices]
     strata = task_types if is_macro else None
-    by_type = {}
+    accuracy_by_type = {}
     for name, count in sorted(Counter(task_types).items()):
         has_type = [task_type == name for task_type in task_types]
-        by_type[name] = {kind: fmean(compress(values, has_type)) for kind, values in hits.items()}
-        by_type[name]["num_rows"] = count
+        accuracy_by_type[name] = {variant: fmean(compress(values, has_type)) for variant, values in hits.items()}
+        accuracy_by_type[name]["num_rows"] = count
     return {
-        **{kind: runs.mean_and_interval(values, groups, strata=strata) for kind, values in hits.items()},
+        **{variant: runs.mean_and_interval(values, groups, strata=strata) for variant, values in hits.items()},
         "num_rows": len(indices),
         "num_ties": int(sum(hits["geq"]) - sum(hits["strict"])),
-        "task_types": by_type,
+        "task_types": accuracy_by_type,
     }
 
 
@@ -222,7 +223,7 @@ def _score(dimension: str, scores: dict[str, float]) -> float:
     if dimension != "overall":
         return scores[dimension]
     if min(scores.values()) < 0:
-        raise ValueError(f"The scores are {scores}, but a geometric mean is of scores >= 0: leave `overall` out.")
+        raise ValueError(f"The scores are {scores}, but a geometric mean requires scores >= 0. Leave `overall` out.")
     return math.sqrt(scores["consistency"] * scores["prompt_following"])
 
 
@@ -230,11 +231,11 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     """
     Load VCReward-Bench (`"vc_reward"`) or EditReward-Compass (`"editreward_compass"`) for [`evaluate_edit_reward`].
 
-    `path` is a Hub id, directory or file, `config` a configuration of it, where it has several. VCReward-Bench has `instruction`, `source_image`, `edited_images` (two), `winner`
-    (`Image A` or `Image B`) and `task`; EditReward-Compass `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label`
-    (`preference` or `tie`), and the paths `source_image`, `winner` and `loser` in the directory of the file. Its rows of
-    `VQ` are left out: how natural an image looks is no question about a pair. A column that is missing or another verdict
-    raises `ValueError`.
+    `path` is a Hub id, directory or file, and `config` its configuration if it has several. VCReward-Bench has
+    `instruction`, `source_image`, `edited_images` (two), `winner` (`Image A` or `Image B`) and `task`. EditReward-Compass
+    has `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label` (`preference` or `tie`), and the paths `source_image`, `winner`
+    and `loser`, relative to the file. Its `VQ` rows are left out, since visual quality is not a question about a pair.
+    Raises a `ValueError` if a column is missing or a verdict is unknown.
     """
     has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
     dataset = load_split(path, split, images, config=config).with_format(None)
@@ -246,32 +247,32 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
         dataset = dataset.filter(lambda dimension: dimension != "VQ", input_columns="dimension")
     rows: list[tuple[Any, ...]] = []
     for row_number, row in enumerate(dataset.select_columns(texts + images * has_files)):
-        instruction, verdict, kind = (row[name] for name in texts)
+        instruction, verdict, task_type = (row[name] for name in texts)
         if verdict not in verdicts:
             raise ValueError(
                 f"`{texts[1]}` of {shorten(instruction)} in '{path}' is {shorten(verdict)}, not "
                 f"{' or '.join(verdicts)}."
             )
-        described, pictures = (kind, "consistency"), []
+        labels, row_images = (task_type, "consistency"), []
         if has_files:
-            described = (verdict, DIMENSIONS.get(kind, kind))
-            pictures = [row["source_image"], [row["winner"], row["loser"]]]
-        rows.append(([f"{row_number}/0", f"{row_number}/1"], instruction, *described, verdicts[verdict], *pictures))
+            labels = (verdict, DIMENSIONS.get(task_type, task_type))
+            row_images = [row["source_image"], [row["winner"], row["loser"]]]
+        rows.append(([f"{row_number}/0", f"{row_number}/1"], instruction, *labels, verdicts[verdict], *row_images))
     names = ("instruction", "task_type", "dimension")
-    kinds: dict[str, Any] = {"key": ["string"], **dict.fromkeys(names, "string"), "winner": "int64"}
+    types: dict[str, Any] = {"key": ["string"], **dict.fromkeys(names, "string"), "winner": "int64"}
     if has_files:
-        return typed_dataset(rows, **kinds, input_image="image", output_images=["image"])
-    shown = dataset.select_columns(images)
-    shown = shown.rename_columns(dict(zip(images, ("input_image", "output_images"), strict=True)))
-    return concatenate_datasets([typed_dataset(rows, **kinds), shown], axis=1)
+        return typed_dataset(rows, **types, input_image="image", output_images=["image"])
+    image_columns = dataset.select_columns(images)
+    image_columns = image_columns.rename_columns(dict(zip(images, ("input_image", "output_images"), strict=True)))
+    return concatenate_datasets([typed_dataset(rows, **types), image_columns], axis=1)
 
 
 class ComparingJudge:
     """
-    Judge on a server that is shown both edits, such as PVC-Judge, as a scorer of [`evaluate_edit_reward`].
+    Scorer for [`evaluate_edit_reward`]: a judge on a server that sees both edits, such as PVC-Judge.
 
-    `template` is the prompt: a YAML file of `src/prompts/assets` in a clone of
-    [GEditBench v2](https://github.com/ZhangqiJiang07/GEditBench_v2); PVC-Judge's is
+    `template` is the prompt, a YAML file of `src/prompts/assets` in a clone of
+    [GEditBench v2](https://github.com/ZhangqiJiang07/GEditBench_v2). PVC-Judge's is
     `vlm/assessment/visual_consistency/pairwise/v1.yaml`.
     """
 
@@ -282,18 +283,18 @@ class ComparingJudge:
         self.prompt = yaml.safe_load(read_text(template))
         for key in ("prompt_id", "version", "system_prompt", "user_prompt"):
             if not isinstance(self.prompt, dict) or key not in self.prompt:
-                raise ValueError(f"'{template}' has no `{key}`, which a prompt of GEditBench v2 has.")
+                raise ValueError(f"'{template}' has no `{key}`, so it is not a prompt of GEditBench v2.")
         self.template = f"{self.prompt['prompt_id']} {self.prompt['version']} ({digest(self.prompt)[:8]})"
 
     def score(self, images: Sequence[tuple[Image.Image, ...]], prompts: Sequence[str]) -> list[float | None]:
-        """Compare two edits of a source by their instruction: 1 if the first is better, 0, 0.5 for a tie, or `None`."""
+        """Compare two edits of a source: 1 if the first is better, 0 if the second is, 0.5 for a tie, or `None`."""
         scores: list[float | None] = [None] * len(images)
         for attempt in range(_ATTEMPTS):
-            missing = [index for index, score in enumerate(scores) if score is None]
-            requests = [self._request(images[index], prompts[index], attempt) for index in missing]
+            unscored = [index for index, score in enumerate(scores) if score is None]
+            requests = [self._request(images[index], prompts[index], attempt) for index in unscored]
             for position, reply in self.endpoint.ask_all(requests):
                 if winners := _WINNER.findall(reply.text or ""):
-                    scores[missing[position]] = {"a": 1.0, "b": 0.0, "tie": 0.5}[winners[-1].lower()]
+                    scores[unscored[position]] = {"a": 1.0, "b": 0.0, "tie": 0.5}[winners[-1].lower()]
         return scores
 
     def _request(self, images: tuple[Image.Image, ...], instruction: str, attempt: int) -> ChatRequest:
@@ -303,9 +304,9 @@ class ComparingJudge:
                 text = "\n" * bool(content) + block["text"].replace("{{ instruction }}", instruction)
                 content.append({"type": "text", "text": text})
             else:
-                image = images[block["image"].get("index", -1) + 1].copy()  # the source has no index
+                image = images[block["image"].get("index", -1) + 1].copy()  # the source image has no index
                 image.thumbnail((_MAX_SIDE, _MAX_SIDE))
                 content.append({"type": "image_url", "image_url": {"url": data_url(image, "png", compress_level=1)}})
         messages = [{"role": "system", "content": self.prompt["system_prompt"]}, {"role": "user", "content": content}]
-        # At 0 an answer that cannot be read would come again
+        # At temperature 0, another attempt would give the same unreadable answer
         return ChatRequest(messages, 42 + attempt, _MAX_TOKENS, 0.7 if attempt else 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure whether an image shows the grid of its latent patches."""
+"""Measure of the latent patch grid in generated images."""
 
 import numpy as np
 from PIL.Image import Image
@@ -7,10 +7,10 @@ from PIL.Image import Image
 from ..data.grids import panel_size
 
 
-# ITU-R BT.601, the weights of PIL's mode "L", which would round to whole gray levels
+# ITU-R BT.601, like PIL's mode "L", but without rounding to integers
 LUMINANCE = (0.299, 0.587, 0.114)
 
-# Pixels on each side of a border between panels that may still belong to its edge
+# Pixels on each side of a panel border that may belong to its edge
 BORDER = 2
 
 
@@ -18,32 +18,32 @@ def grid_artifact_score(image: Image, period: int, rows: int = 1, cols: int = 1)
     """
     Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 
-    A diffusion transformer generates an image patch by patch; one that is trained at one size and used at another can
-    leave the grid of its patches in the image. 0 means that the lines cannot be told from their surroundings, 1 that
-    neighboring pixels differ twice as much across a line as elsewhere.
+    Diffusion transformers generate images patch by patch, and can leave their patch grid in images of another size than
+    they were trained at. 0 means that the lines do not stand out, 1 that neighboring pixels differ twice as much across a
+    line as elsewhere.
 
-    In either direction, the absolute differences of neighboring pixels are averaged along each line of pixels, and cut into
-    stretches of one period with a grid line in the middle, each divided by its own mean. The score is the median of the
-    grid line over the mean of the other positions' medians, minus 1, averaged over both directions. Without a grid it is
-    within 0.02 for noise of 512 pixels and a period of 16; images with few large shapes vary more, so compare means.
+    In each direction, the absolute differences of neighboring pixels are averaged along each line of pixels, and cut into
+    stretches of one period with a grid line in the middle, each divided by its mean. The score is the median at the grid
+    line over the mean of the other positions' medians, minus 1, averaged over both directions. Without a grid it is within
+    0.02 for noise of 512 pixels and a period of 16; images with few large shapes vary more, so compare means.
 
     Args:
         image (`PIL.Image.Image`):
-            Image, or image set, at the size that the pipeline gave: never resized, which would move the lines.
+            Image or image set as the pipeline returned it, since resizing would move the lines.
         period (`int`):
-            Distance of the lines in pixels: the VAE's factor times the transformer's patch size, such as 8 x 2 = 16
+            Distance of the lines in pixels: the VAE's factor times the transformer's patch size, for example 8 x 2 = 16
             for FLUX.
         rows (`int`, *optional*, defaults to `1`), cols (`int`, *optional*, defaults to `1`):
-            Layout of an image set. What is within two pixels of a border between panels is left out.
+            Layout of an image set. Pixels within two of a panel border are ignored.
 
     Returns:
-        `float`: the score, at least -1. Infinite where pixels differ across the lines of the grid alone.
+        `float`: the score, at least -1, and infinite if pixels only differ across grid lines.
 
     Raises:
-        ValueError: If the image is too small to have a full period without a border between panels.
+        ValueError: If the image has no full period without a panel border.
     """
     if period < 2:
-        raise ValueError(f"`period` is {period}; pass the VAE's factor times the patch size, such as 16 for FLUX.")
+        raise ValueError(f"`period` is {period}. Pass the VAE's factor times the patch size, for example 16 for FLUX.")
     if min(image.height, image.width) < 2 * period:
         raise ValueError(f"The image has {image.height}x{image.width} pixels, but needs two periods of {period}.")
     panel_height, panel_width = panel_size(image.height, image.width, rows, cols)
@@ -66,7 +66,9 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     starts = [line - 1 - middle for line in range(period, width, period)]
     starts = [s for s in starts if s >= 0 and s + period <= width - 1 and usable[s : s + period].all()]
     if not starts:
-        raise ValueError(f"No grid line (every {period} pixels) is far from borders (every {panel} {name}s).")
+        raise ValueError(
+            f"No grid line (every {period} pixels) is far enough from panel borders (every {panel} {name}s)."
+        )
     stretches = np.stack([differences[s : s + period] for s in starts])  # (lines, period)
     means = stretches.mean(axis=1, keepdims=True)  # (lines, 1)
     has_detail = means[:, 0] > 0  # a flat stretch has no differences to compare

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Metrics of judges: agreement with a human ranking, order of labeled pairs, and calibration.
+Metrics of judges: agreement with human rankings, separation of labeled pairs, and calibration.
 
-Human rankings are those of ConsistencyRank (https://huggingface.co/papers/2512.04784).
+Human rankings have the format of ConsistencyRank (https://huggingface.co/papers/2512.04784).
 """
 
-# n items; an order lists the items, best first; the rank of an item is its place in the order, from 1. As permutations the
-# two are inverse to one another, and a correlation of orders is not a correlation of ranks
+# An order lists the n items, best first; the rank of an item is its position in the order, from 1. As permutations they
+# are inverses of each other, so that correlations of orders differ from correlations of ranks
 import math
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
     """
     Measure the agreement of scores with a human ranking, on the ranks of the items.
 
-    Items of equal score share the average of their ranks. A tie never counts as a hit, even if that average is a human
+    Items with equal scores share the average of their ranks. Ties never count as hits, even if that average is a human
     rank.
 
     Args:
         scores (`Sequence[float]`):
-            One score per item; higher = more consistent = better.
+            One score per item; higher is more consistent, and better.
         human_ranking (`Sequence[int]`):
             Indices of the items, best first: a permutation of 0 to n - 1.
 
@@ -44,29 +44,29 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
     """
     scores, human_ranking = _ranking_arrays(scores, human_ranking)
     predicted_ranks = rankdata(-scores)  # (n,), ties share the average
-    tied = rankdata(-scores, method="min") != rankdata(-scores, method="max")  # (n,)
+    is_tied = rankdata(-scores, method="min") != rankdata(-scores, method="max")  # (n,)
     human_ranks = np.argsort(human_ranking) + 1  # (n,), the inverse permutation
-    all_equal = scores.min() == scores.max()  # scipy would give NaN too, and warn
+    is_constant = scores.min() == scores.max()  # scipy would also return NaN, with a warning
     return {
-        "accuracy": float(np.mean((predicted_ranks == human_ranks) & ~tied)),
-        "kendall_tau": math.nan if all_equal else float(kendalltau(predicted_ranks, human_ranks).statistic),
-        "spearman_rho": math.nan if all_equal else float(spearmanr(predicted_ranks, human_ranks).statistic),
+        "accuracy": float(np.mean((predicted_ranks == human_ranks) & ~is_tied)),
+        "kendall_tau": math.nan if is_constant else float(kendalltau(predicted_ranks, human_ranks).statistic),
+        "spearman_rho": math.nan if is_constant else float(spearmanr(predicted_ranks, human_ranks).statistic),
         "top1_bottom1": _top1_bottom1(predicted_ranks, human_ranking),
     }
 
 
 def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> dict[str, float]:
     """
-    Compute the published variant of [`ranking_metrics`], only for comparison with the numbers of the paper.
+    Compute the published variant of [`ranking_metrics`], only for comparison with the paper's figures.
 
-    Its tau and rho correlate the two *order lists* (the index of the item that comes first, second and so on), as if an
-    item's index were a quantity: of about half of all pairs of orders of four items this differs from the correlation of
-    ranks, and of about a quarter it has the other sign. Ties are broken by index, the later item first, so that nothing
-    is NaN. (The published script's order of ties depends on the processor.)
+    Its tau and rho correlate the two *order lists* (the index of the first item, the second, and so on), as if an index
+    were a quantity. For orders of four items, this differs from the correlation of ranks in about half of all pairs, and
+    has the opposite sign in about a quarter. Ties are broken by index, the later item first, so that nothing is NaN. (In
+    the published script, the order of ties depends on the processor.)
 
     Args:
         scores (`Sequence[float]`), human_ranking (`Sequence[int]`):
-            As in [`ranking_metrics`], as is what is returned.
+            See [`ranking_metrics`], also for the returned metrics.
     """
     scores, human_ranking = _ranking_arrays(scores, human_ranking)
     predicted_order = np.argsort(scores, kind="stable")[::-1]  # (n,)
@@ -86,12 +86,12 @@ def _top1_bottom1(predicted_ranks: np.ndarray, human_ranking: np.ndarray) -> flo
 
 def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
     """
-    Compute the area under the ROC curve: the probability that a consistent pair scores above an inconsistent one, where a
-    tie counts one half.
+    Compute the area under the ROC curve: the probability that a consistent pair scores above an inconsistent one, with
+    ties counting one half.
 
     Args:
         scores (`Sequence[float]`), labels (`Sequence[int]`):
-            Scores, higher = more consistent; 1 for a consistent pair, 0 for an inconsistent one.
+            Scores, higher for more consistent pairs; 1 for a consistent pair, 0 for an inconsistent one.
 
     Returns:
         `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
@@ -112,7 +112,7 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
         scores (`Sequence[float]`), labels (`Sequence[int]`):
             Probabilities, P(Yes); 1 for a consistent pair, 0 for an inconsistent one.
         num_bins (`int`, *optional*, defaults to `10`):
-            Number of bins. Bin b has the scores in [b / num_bins, (b + 1) / num_bins); the last one also has 1.
+            Number of bins. Bin b has the scores in [b / num_bins, (b + 1) / num_bins); the last one includes 1.
 
     Returns:
         `dict[str, list[float]]`: `count`, `mean_score` and `share_consistent`, each with one entry per bin. The last
@@ -121,7 +121,7 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
     scores, labels = _binary_arrays(scores, labels)
     if ((scores < 0) | (scores > 1)).any():
         raise ValueError(f"`scores` are from {scores.min()} to {scores.max()}, not probabilities in [0, 1].")
-    # b / num_bins, and not `linspace`, whose 0.3 is above the 0.3 that a score may be
+    # Not `linspace`, whose edge near 0.3 is above a score of 0.3
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
     bin_numbers = np.searchsorted(inner_edges, scores, side="right")  # (N,)
     count = np.bincount(bin_numbers, minlength=num_bins)
@@ -137,10 +137,10 @@ def expected_calibration_error(scores: Sequence[float], labels: Sequence[int], n
 
     Args:
         scores (`Sequence[float]`), labels (`Sequence[int]`), num_bins (`int`, *optional*, defaults to `10`):
-            As in [`calibration_bins`].
+            See [`calibration_bins`].
 
     Returns:
-        `float`: the error, in [0, 1]; NaN without any pair.
+        `float`: the error, in [0, 1]; NaN without pairs.
     """
     bins = calibration_bins(scores, labels, num_bins)
     count = np.array(bins["count"])  # (num_bins,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write results of evaluations as JSON and as Markdown tables, next to the figures of the paper but never mixed with them."""
+"""Reports of evaluations as JSON and Markdown tables, with the paper's figures in separate tables."""
 
 import json
 import platform
@@ -25,7 +25,7 @@ _TIE_NOTE = _BENCHMARKS.pop("ties")
 
 
 class PublishedTable(NamedTuple):
-    """A table of published figures, of the paper's table `source`."""
+    """Published figures from the paper's table `source`."""
 
     benchmark: str
     title: str
@@ -46,11 +46,11 @@ def published_tables(benchmark: str) -> list[PublishedTable]:
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Lay out results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one for each benchmark and protocol:
-    title, names of the columns, and rows.
+    Format results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one per benchmark and protocol, each
+    with a title, column names and rows.
     """
     tables = []
-    for (benchmark, protocol), group in _grouped(entries).items():
+    for (benchmark, protocol), group in _group_entries(entries).items():
         columns = ["scorer", "dataset", "rows", "rows with ties"]
         if benchmark in ("rankings", "vc_reward"):
             columns.insert(1, "template")
@@ -64,7 +64,7 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     return tables
 
 
-def _grouped(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     groups: dict = {(benchmark, protocol): [] for benchmark in _BENCHMARKS for protocol in PROTOCOLS}
     for entry in entries:
         groups[entry["settings"]["benchmark"], entry["settings"]["protocol"]].append(entry)
@@ -92,31 +92,31 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Results in the directory stay, except those with the same settings, which are replaced: write several scorers to one
-    directory to compare them, or one with other weights, dtypes or quantizations. `results.json` has the numbers, the settings and the versions
-    of the packages that made them; NaN is `null` there.
+    Existing results in the directory are kept, unless they have the same settings and are replaced: write several scorers,
+    or one with other weights, dtypes or quantizations, to the same directory to compare them. `results.json` has the
+    results, their settings and package versions, with `null` for NaN.
 
     Args:
         results (`dict[str, Any]`):
-            What [`evaluate_rankings`] or [`evaluate_edit_reward`] gave. More may be added to its `settings`, such as
-            the dtype; `settings["dataset"]`, a name, is shown in the table.
+            Results of [`evaluate_rankings`] or [`evaluate_edit_reward`]. You may add to their `settings`, for example the
+            dtype; `settings["dataset"]`, a name, is shown in the table.
         folder (`str` or `Path`):
             Directory to write to.
 
     Returns:
-        `list[dict[str, Any]]`: all results that are now in the directory, for [`report_tables`].
+        `list[dict[str, Any]]`: all results in the directory, for [`report_tables`].
     """
     folder = Path(folder)
     path, tables = folder / "results.json", folder / "results.md"
     entries = read_json(path) if path.exists() else []
     if tables.exists() and not path.exists():
         raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
-    if not isinstance(entries, list) or not all("settings" in saved for saved in entries):
-        raise ValueError(f"'{path}' exists and is not a report of judges. Move it away, or choose another directory.")
+    if not isinstance(entries, list) or not all("settings" in existing for existing in entries):
+        raise ValueError(f"'{path}' exists, but is not a report of judges. Move it away, or choose another directory.")
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
-    same = [index for index, saved in enumerate(entries) if _identity(saved) == _identity(entry)]
-    index = same[0] if same else len(entries)
+    matches = [index for index, existing in enumerate(entries) if _identity(existing) == _identity(entry)]
+    index = matches[0] if matches else len(entries)
     entries[index : index + 1] = [entry]
     write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(tables, _markdown(entries))
@@ -124,32 +124,38 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 
 
 def _identity(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of results but for the dataset's name and where they were computed, as JSON has them."""
-    left_out = ("dataset", *HARMLESS_IN_SCORERS)
-    return json.loads(json.dumps({name: value for name, value in entry["settings"].items() if name not in left_out}))
+    """Return the settings of results as JSON values, without the dataset's name and where they were computed."""
+    ignored = ("dataset", *HARMLESS_IN_SCORERS)
+    return json.loads(json.dumps({name: value for name, value in entry["settings"].items() if name not in ignored}))
 
 
 def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
-    """Return the scorer's name, with the settings in which it differs from an earlier entry of this name."""
-    now, different = _identity(entry), dict[str, Any]()
+    """Return the scorer's name, with the settings that differ from earlier entries of the same name."""
+    settings, changed_settings = _identity(entry), dict[str, Any]()
     for previous in entries[: entries.index(entry)]:
-        before = _identity(previous)
-        if all(before.get(name) == now.get(name) for name in ("scorer", "template", "dataset_fingerprint")):
-            different |= {name.rpartition("/")[2]: value for name, _, value in changes(before, now)}
-    texts = ", ".join(f"{name}: {value}" for name, value in different.items())
-    return now["scorer"] + (f" ({texts})" if different else "")
+        previous_settings = _identity(previous)
+        if all(
+            previous_settings.get(name) == settings.get(name) for name in ("scorer", "template", "dataset_fingerprint")
+        ):
+            changed_settings |= {
+                name.rpartition("/")[2]: value for name, _, value in changes(previous_settings, settings)
+            }
+    texts = ", ".join(f"{name}: {value}" for name, value in changed_settings.items())
+    return settings["scorer"] + (f" ({texts})" if changed_settings else "")
 
 
 def _markdown(entries: list[dict[str, Any]]) -> str:
-    parts = []
-    for (benchmark, protocol), (title, columns, rows) in zip(_grouped(entries), report_tables(entries), strict=True):
+    sections = []
+    for (benchmark, protocol), (title, columns, rows) in zip(
+        _group_entries(entries), report_tables(entries), strict=True
+    ):
         notes = [_BENCHMARKS[benchmark]["all"], _BENCHMARKS[benchmark][protocol], _TIE_NOTE]
-        parts += [f"# {title}", markdown_table(columns, rows), *notes]
+        sections += [f"# {title}", markdown_table(columns, rows), *notes]
         if protocol == "published":
-            parts.append("## Published figures, not measured here")
+            sections.append("## Published figures, not measured here")
             for table in published_tables(_BENCHMARKS[benchmark]["published_as"]):
                 if table.protocol == protocol:
                     cells = [[name, *(number_text(value, missing="-") for value in row)] for name, *row in table.rows]
                     source = f"{PAPER['title']} (arXiv {PAPER['id']}), {table.source}"
-                    parts += [markdown_table(table.columns, cells), f"Source: {source}. {' '.join(table.remarks)}"]
-    return "\n\n".join(parts) + "\n"
+                    sections += [markdown_table(table.columns, cells), f"Source: {source}. {' '.join(table.remarks)}"]
+    return "\n\n".join(sections) + "\n"

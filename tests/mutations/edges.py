@@ -662,7 +662,7 @@ EVALUATION = [
         "evaluation/metrics.py",
         "test_evaluation.py::TestRankingMetrics test_evaluation.py::TestBinary",
         ("human_ranks = np.argsort(human_ranking) + 1", "human_ranks = human_ranking + 1"),
-        ("(predicted_ranks == human_ranks) & ~tied", "predicted_ranks == human_ranks"),
+        ("(predicted_ranks == human_ranks) & ~is_tied", "predicted_ranks == human_ranks"),
         ("predicted_ranks = rankdata(-scores)", "predicted_ranks = rankdata(scores)"),
         (
             "predicted_ranks[human_ranking[-1]] == len(predicted_ranks)",
@@ -684,13 +684,13 @@ EVALUATION = [
     *_mutants(
         "evaluation/report.py",
         "test_evaluation.py::TestReport",
-        ('left_out = ("dataset", *HARMLESS_IN_SCORERS)', "left_out = ()"),
-        ("if _identity(saved) == _identity(entry)]", "if True]"),
+        ('ignored = ("dataset", *HARMLESS_IN_SCORERS)', "ignored = ()"),
+        ("if _identity(existing) == _identity(entry)]", "if True]"),
     ),
     *_mutants(
         "evaluation/ranking_benchmark.py",
         "test_evaluation.py::TestEvaluateRankings test_published_protocols.py::test_consistency_rank_item_by_item",
-        ("fmean(map(fmean, of_candidate))", "fmean(sum(of_candidate, []))"),
+        ("fmean(map(fmean, answer_lists))", "fmean(sum(answer_lists, []))"),
         ('groups = [row["group"] for row in rows] if "group" in columns else None', "groups = None"),
         ('protocol == "published" else ranking_metrics', 'protocol != "published" else ranking_metrics'),
     ),
@@ -698,7 +698,7 @@ EVALUATION = [
         "evaluation/edit_reward.py",
         "test_evaluation.py::TestEvaluateEditReward test_published_protocols.py::test_edit_reward_bench_item_by_item",
         ("float(preferred >= rejected)", "float(preferred > rejected)"),
-        ("words, resizes=True)", "words)"),
+        ("answer_tokens, resizes=True)", "answer_tokens)"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
