@@ -169,7 +169,7 @@ def test_a_lora_of_another_kind_of_pipeline(tiny_flux, tmp_path):
     shutil.copy(
         make_adapter(tmp_path / "flux", str(tiny_flux), 0) / "adapter_model.safetensors", tmp_path / "x.safetensors"
     )
-    with pytest.raises(ValueError, match="no LoRA that diffusers reads"):
+    with pytest.raises(ValueError, match="not a LoRA that diffusers can load"):
         load_for_inference(tmp_path / "x.safetensors", str(tmp_path / "base"))
 
 

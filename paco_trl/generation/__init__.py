@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate images with unmodified pipelines, for datasets and benchmarks; stopped runs resume."""
+"""Image generation with unmodified pipelines, for datasets and benchmarks. Interrupted runs resume."""
 
 from typing import TYPE_CHECKING
 
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 __all__ = ["generate_edits", "generate_grids", "load_for_inference"]
 
-# Lazy, so that the metrics of benchmarks come without torch
+# Lazy, so that the metrics of benchmarks do not import torch
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edit the source image of each prompt."""
+"""Edits of the source image of each prompt."""
 
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 _CALL = ("image", "prompt", "generator")
-# Pixels of an edited image whose row names no size, where the pipeline leaves that to its caller
-_AREA = 1024 * 1024
+# Pixels of an edited image if neither its row nor the pipeline determines the size
+_DEFAULT_AREA = 1024 * 1024
 
 
 def edit_keys(prompts: "Dataset") -> list[str]:
-    """Name each editing prompt: `"<language>/<id>"`, or the id alone without the column `language`."""
+    """Return the key of each editing prompt: `"<language>/<id>"`, or the id if there is no column `language`."""
     check_edit_columns(prompts, "prompts")
     return name_prompts(prompts, ("language", "id"))
 
@@ -35,32 +35,32 @@ def generate_edits(
     pipeline: "DiffusionPipeline", prompts: "Dataset", folder: StageFolder, seed: int = 0, **call_arguments: Any
 ) -> "Dataset":
     """
-    Edit the source of each prompt once, on one process or several (`accelerate launch`).
+    Edit the source of each prompt once, on one or several processes (`accelerate launch`).
 
-    Each image starts from the noise of the seed, generated on the CPU, so that two models edit from the same noise on any
-    device. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` without the column
-    `language`, with the id as [`~paco_trl.utils.files.file_name`] writes it.
+    Each image starts from the noise of the seed, generated on the CPU, so that all models and devices edit from the same
+    noise. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` if there is no column
+    `language`, with the id encoded by [`~paco_trl.utils.files.file_name`].
 
-    The size is that of the row (`height` and `width`) or of `call_arguments`, and otherwise the pipeline's choice for the
-    source. FLUX.1-Kontext would generate squares of about a megapixel: it gets the aspect ratio of the source, with the
+    The size comes from `call_arguments` or the row (`height` and `width`), otherwise the pipeline chooses it by the source.
+    FLUX.1-Kontext would generate squares of about a megapixel; instead it gets the aspect ratio of the source, with the
     area of its argument `max_area`.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
-            Any pipeline that edits an image (`image`) as a text (`prompt`) describes.
+            Any pipeline that edits an image (`image`) by a text (`prompt`).
         prompts ([`~datasets.Dataset`]):
-            Editing prompts with `id` and, where known, `language`.
+            Editing prompts with `id` and, optionally, `language`.
         folder ([`~paco_trl.dataset_building.StageFolder`]):
-            Directory of the edits. Its settings should have everything that the images depend on.
+            Directory of the edits. Its settings should include everything that the images depend on.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the noise.
         **call_arguments:
-            Further arguments of the pipeline's call, such as `num_inference_steps`, `guidance_scale` or
+            Further arguments of the pipeline call, for example `num_inference_steps`, `guidance_scale` or
             `true_cfg_scale`.
 
     Returns:
         [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed` and
-        `image`, a path. It is saved in the directory too, with a report.
+        `image` (a path). It is also saved in the directory, with a report.
     """
     import torch
     from accelerate import PartialState
@@ -69,7 +69,9 @@ def generate_edits(
     check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
     height, width = call_arguments.get("height"), call_arguments.get("width")
     if (height is None) != (width is None):
-        raise ValueError(f"`height` is {height} and `width` {width}. Give both, or neither for the row's or source's.")
+        raise ValueError(
+            f"`height` is {height} and `width` {width}. Pass both, or neither for the size of the row or source."
+        )
     keys = edit_keys(prompts)
     sources = SourceImages(prompts, "the prompts")
     check_sources(pipeline, sources, keys)
@@ -91,12 +93,12 @@ def generate_edits(
         }
 
     calls = [{key: file} for key, file in zip(keys, files, strict=True)]
-    flat = generate_missing(pipeline, calls, generate, "edits", prompts=[[row["prompt"]] for row in rows])
+    flat_edits = generate_missing(pipeline, calls, generate, "edits", prompts=[[row["prompt"]] for row in rows])
     columns = ("id", "language") if has_language else ("id",)
     values = [(*map(row.get, columns), seed, str(file)) for row, file in zip(rows, files, strict=True)]
     dataset = typed_dataset(values, **dict.fromkeys(columns, "string"), seed="int64", image="image")
     if PartialState().is_main_process:
-        folder.finish(dataset, {"edits": len(dataset), "seed": seed, "flat edits": flat})
+        folder.finish(dataset, {"edits": len(dataset), "seed": seed, "flat edits": flat_edits})
     wait_for_all()
     return dataset
 
@@ -104,20 +106,20 @@ def generate_edits(
 def check_sources(
     pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str], is_anchored: bool = False
 ) -> None:
-    """Check number and sizes of source images, to which an anchored set adds its first panel."""
+    """Check the number and sizes of source images. Anchored sets add their first panel to them."""
     from ..rollout.families import FAMILIES
 
     name = type(pipeline).__name__
     family = FAMILIES[name]() if name in FAMILIES else None
-    most = family.max_images if family is not None else None
-    if most is not None and sources.max_count + is_anchored > most:
+    max_images = family.max_images if family is not None else None
+    if max_images is not None and sources.max_count + is_anchored > max_images:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source "
-            f"images{' besides its first panel' * is_anchored}, but {name} takes at most {most}. Leave images out: "
-            f"`load_edit_prompts(..., max_images={most})`."
+            f"images{' besides its first panel' * is_anchored}, but {name} takes at most {max_images}. Leave images out: "
+            f"`load_edit_prompts(..., max_images={max_images})`."
         )
     for row, key in enumerate(keys):
-        sizes = sources.sizes(row)  # finds unreadable sources of any pipeline
+        sizes = sources.sizes(row)  # detects unreadable sources, whatever the pipeline
         try:
             for width, height in sizes:
                 if family is not None:
@@ -129,16 +131,16 @@ def check_sources(
 def _size_arguments(
     pipeline: "DiffusionPipeline", row: dict[str, Any], sizes: list[tuple[int, int]], call_arguments: dict[str, Any]
 ) -> dict[str, int]:
-    """Return the size arguments of a row, other than those that were given for all rows."""
+    """Return the size arguments of a row, which complete or override the `call_arguments` of all rows."""
     from ..rollout.families import FAMILIES
 
     height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
     if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
         return {} if height is None or width is None else {"height": height, "width": width}
-    # The pipeline derives the size from an area, by default of a megapixel, whatever height and width are
+    # This pipeline scales any height and width to an area, by default of a megapixel
     if height is None or width is None:
         family = FAMILIES["FluxKontextPipeline"]()
-        height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _AREA)
+        height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _DEFAULT_AREA)
     elif "max_area" in call_arguments:
         return {"height": height, "width": width}
     return {"height": height, "width": width, "max_area": height * width}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate a grid of panels for each prompt with each seed."""
+"""Grids of panels for each prompt and seed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class GridBatch(NamedTuple):
-    """One call of the pipeline, or one for each separate image: each of its prompts with each of its seeds."""
+    """A call of the pipeline, or one per separate image, for all combinations of its prompts and seeds."""
 
     rows: list[int]
     seeds: list[int]
-    height: int  # of an image of the pipeline
+    height: int  # of the pipeline's images
     width: int
     num_images: int = 1  # of a set
 
 
 def plan_batches(sizes: Sequence[tuple[int, ...]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
-    """Plan the calls that generate all prompts with all seeds, of sizes and, if not 1, numbers of images."""
-    # By the arguments alone: the last bits of an image depend on its batch, and a resumed run must make the same calls
+    """Plan the calls for all prompts and seeds from the images' height, width and, if not 1, number."""
+    # A function of the arguments only: the last bits of an image depend on its batch, so a resumed run must repeat the calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
     rows_by_size: dict[tuple[int, ...], list[int]] = {}
@@ -63,34 +63,34 @@ def generate_grids(
     **call_arguments: Any,
 ) -> "Dataset":
     """
-    Generate a grid for each prompt with each seed, on one process or several (`accelerate launch`). Of a set of separate
-    images the grid shows them side by side.
+    Generate a grid for each prompt and seed, on one or several processes (`accelerate launch`). The grid of a set of
+    separate images shows them side by side.
 
     An image starts from the noise of its seed, sampled on the CPU, so that a seed gives the same noise on any device.
-    Interrupted runs resume automatically: a call is repeated if one of its images is missing or cannot be read.
+    Interrupted runs resume automatically: a call is repeated if any of its images is missing or unreadable.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Any pipeline that generates images of a given size from text.
         prompts ([`~datasets.Dataset`]):
-            Image-set prompts with `id`. Their `references` are sources of pipelines that take several, as in training.
+            Image-set prompts with `id`. As in training, their `references` are sources for pipelines that take several.
         folder ([`StageFolder`]):
-            Directory of the stage. Its settings should have all that the images depend on.
+            Directory of the stage. Its settings should include everything that the images depend on.
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):
             Seeds of each prompt.
         batch_size (`int`, *optional*, defaults to `1`):
-            Largest number of images of a call. With a multiple of the number of seeds, each prompt is encoded once. Of
-            anchored sets it is 1.
+            Most images per call. If it is a multiple of the number of seeds, each prompt is encoded once. Always 1 for
+            anchored sets.
         height (`int`, *optional*), width (`int`, *optional*):
-            Size of the images in pixels; that of the prompt's row if `None`.
+            Size of the images in pixels. If `None`, the size in the prompt's row.
         panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`), panel_generation (`str`, *optional*, defaults to `"independent"`):
-            Of separate images, as in [`~paco_trl.PaCoGRPOConfig`].
+            Options for separate images, see [`~paco_trl.PaCoGRPOConfig`].
         **call_arguments:
-            Further arguments of the pipeline's call, such as `num_inference_steps` or `guidance_scale`.
+            Further arguments of the pipeline call, for example `num_inference_steps` or `guidance_scale`.
 
     Returns:
-        [`~datasets.Dataset`]: the grids in the order of the prompts, then of the seeds: `id` (`"<prompt id>/<seed>"`),
-        `prompt_id`, `seed`, `rows`, `cols` and `image`, a path. Also saved in `folder`.
+        [`~datasets.Dataset`]: the grids in the order of prompts and seeds: `id` (`"<prompt id>/<seed>"`), `prompt_id`,
+        `seed`, `rows`, `cols` and `image` (a path). It is also saved in `folder`.
     """
     from accelerate import PartialState
 
@@ -100,9 +100,9 @@ def generate_grids(
     check_image_set_columns(prompts)
     seeds = list(seeds)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"`seeds` is {seeds}, but must be different ints.")
+        raise ValueError(f"`seeds` is {seeds}, but must be distinct ints, at least one.")
     if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}. It must be at least 1.")
+        raise ValueError(f"`batch_size` is {batch_size}, but must be at least 1.")
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     check_panel_options(panel_template, panel_generation)
@@ -117,35 +117,35 @@ def generate_grids(
         check_sources(pipeline, references, ids, is_anchored)
     negatives = negative_prompts_of(pipeline, prompts, call_arguments)
     if references is not None or len(set(negatives)) > 1:
-        batch_size = min(batch_size, len(seeds))  # a call shares its source images and its negative prompt
+        batch_size = min(batch_size, len(seeds))  # the prompts of a call share source images and a negative prompt
     if is_anchored:
-        batch_size = 1  # the first panel is that of one set alone
+        batch_size = 1  # each image has its own first panel as source
     batches = plan_batches(list(sizes.values()), seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
     names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
-    known = [name for name in ("prompt", "layout", "theme", "panels") if name in prompts.column_names]
-    texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(known)]
+    text_columns = [name for name in ("prompt", "layout", "theme", "panels") if name in prompts.column_names]
+    texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(text_columns)]
     call_arguments |= plain_prompt_arguments(pipeline)
 
     def generate(batch_number: int) -> dict[str, "Image"]:
         batch = batches[batch_number]
         panels: list[list[Image]] = []
         negative = {} if negatives[batch.rows[0]] is None else {"negative_prompt": negatives[batch.rows[0]]}
-        for panel, of_panel in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
+        for panel, panel_texts in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
             sources = [] if references is None else references.load(batch.rows[0])
             family_arguments = _family_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
             noise = 0 if panel_generation == "shared_noise" else panel
-            panels.append(_generate(pipeline, of_panel, batch, noise, family_arguments | call_arguments | negative))
+            panels.append(_generate(pipeline, panel_texts, batch, noise, family_arguments | call_arguments | negative))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
             for name, *images in zip(names[batch_number], *panels, strict=True)
         }
 
-    calls = [{name: files[name] for name in of_call} for of_call in names]
-    sizes_of_calls = [(batch.height, batch.width, batch.num_images) for batch in batches]
-    coming = [[*map(list, zip(*(texts[row] for row in batch.rows), strict=True))] for batch in batches]
-    flat = generate_missing(pipeline, calls, generate, "grids", sizes_of_calls, coming)
+    calls = [{name: files[name] for name in call_names} for call_names in names]
+    call_sizes = [(batch.height, batch.width, batch.num_images) for batch in batches]
+    call_prompts = [[*map(list, zip(*(texts[row] for row in batch.rows), strict=True))] for batch in batches]
+    flat_grids = generate_missing(pipeline, calls, generate, "grids", call_sizes, call_prompts)
     rows = [
         (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
         for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)
@@ -155,19 +155,19 @@ def generate_grids(
     dataset = typed_dataset(rows, id="string", prompt_id="string", **numbers, image="image")
     if PartialState().is_main_process:
         grids_sheet(dataset, prompts, folder.path / "sample.png")
-        report = {"prompts": len(prompts), "seeds": seeds, "grids": len(dataset), "flat grids": flat}
+        report = {"prompts": len(prompts), "seeds": seeds, "grids": len(dataset), "flat grids": flat_grids}
         folder.finish(dataset, report)
     wait_for_all()
     return dataset
 
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
-    """Return what sizes must be multiples of, as far as the pipeline tells; resizing is noticed later."""
+    """Return the multiple that sizes must have, as far as the pipeline tells. Resized images are noticed later."""
     from ..rollout.families import FAMILIES
 
     if type(pipeline).__name__ in FAMILIES:
         return FAMILIES[type(pipeline).__name__]().size_multiple(pipeline)
-    # It includes the patches of a transformer in most; `vae_scale_factor` of the pipeline does not
+    # In most pipelines this factor includes the transformer's patch size, unlike the pipeline's `vae_scale_factor`
     processor = getattr(pipeline, "image_processor", None)
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
 
@@ -175,7 +175,7 @@ def _size_multiple(pipeline: "DiffusionPipeline") -> int:
 def image_sizes(
     prompts: "Dataset", height: int | None, width: int | None, multiple: int | None = None
 ) -> dict[str, tuple[int, int, int]]:
-    """Check and return the height and width of each prompt's images, and their number; a `multiple` is the pipeline's."""
+    """Check and return the height, width and number of each prompt's images. Sizes must be multiples of `multiple`."""
     from ..rollout.resolution import check_inference_size
 
     names = [name for name in ("rows", "cols", "height", "width", "layout") if name in prompts.column_names]
@@ -184,7 +184,7 @@ def image_sizes(
         size = (row.get("height") if height is None else height, row.get("width") if width is None else width)
         where = f"the prompt {name!r}"
         if not all(type(value) is int for value in size):
-            raise ValueError(f"The height and width of {where} are {size}. Give them as columns or arguments.")
+            raise ValueError(f"The height and width of {where} are {size}. Pass them as columns or arguments.")
         is_separate = row.get("layout") == SEPARATE
         rows, cols = (1, 1) if is_separate else (row["rows"], row["cols"])
         check_inference_size(*size, rows, cols, multiple, where)
@@ -195,7 +195,7 @@ def image_sizes(
 def _family_arguments(
     pipeline: "DiffusionPipeline", batch: GridBatch, references: list["Image"], anchors: list["Image"]
 ) -> dict[str, Any]:
-    """Return the further arguments that a pipeline takes for the size of a batch and its source images."""
+    """Return the arguments that a pipeline's family adds for the size and source images of a batch."""
     from ..rollout import FAMILIES
 
     if (family := FAMILIES.get(type(pipeline).__name__)) is None:
@@ -208,13 +208,13 @@ def _family_arguments(
 def _generate(
     pipeline: "DiffusionPipeline", texts: Sequence[str], batch: GridBatch, panel: int, call_arguments: dict[str, Any]
 ) -> list["Image"]:
-    """Call the pipeline once; return the images, prompt by prompt. The noise is that of a seed and a panel."""
+    """Call the pipeline once and return its images, prompt by prompt. Noise depends on the seed and the panel."""
     import torch
 
     from ..rollout import keyed_generator
 
     arguments = dict(call_arguments)
-    if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat it themselves
+    if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat a single one
         arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(batch.rows)
     images = pipeline(
         prompt=list(texts),
@@ -232,6 +232,6 @@ def _generate(
         if image.size != (batch.width, batch.height):
             raise ValueError(
                 f"A grid has {image.height}x{image.width} pixels (height x width) instead of "
-                f"{batch.height}x{batch.width}. Choose a size that {type(pipeline).__name__} keeps."
+                f"{batch.height}x{batch.width}. Choose a size that {type(pipeline).__name__} does not change."
             )
     return images

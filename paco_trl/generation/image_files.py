@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make image files with a pipeline: existing ones stay, the rest is divided among the processes."""
+"""Image files from a pipeline: existing ones are kept, and the missing ones divided among the processes."""
 
 import copy
 import inspect
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Prompts that are encoded in one turn of the text encoders
+# Prompts to encode per turn of the text encoders
 _PROMPTS_AHEAD = 32
 
 
 def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[str]:
-    """Name prompts by their `id` and their other `columns`, joined by slashes."""
+    """Return the keys of prompts: their `columns`, usually `id`, joined by slashes."""
     rows: dict[str, int] = {}
     columns = [name for name in columns if name == "id" or name in prompts.column_names]
     if "id" not in prompts.column_names:
         raise ValueError(
-            "Prompts of a benchmark need a unique `id` each. For prompts of your own use `paco-trl evaluate prompts`."
+            "Prompts of a benchmark need a unique `id` each. For your own prompts use `paco-trl evaluate prompts`."
         )
     for row, values in enumerate(prompts.with_format(None).select_columns(columns)):
         for name, value in values.items():
             if not isinstance(value, str) or not value:
-                raise ValueError(f"`{name}` of row {row} of the prompts is {shorten(value)}. Give it a text.")
+                raise ValueError(f"`{name}` of row {row} of the prompts is {shorten(value)}, but must be a text.")
         key = "/".join(values[name] for name in columns)
         if key in rows:
-            raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}: give each a unique `id`.")
+            raise ValueError(f"Rows {rows[key]} and {row} of the prompts are both {key!r}. Give each a unique `id`.")
         rows[key] = row
     return list(rows)
 
 
 def digest_of_prompts(prompts: "Dataset") -> str:
-    """Compute a digest of what the images of prompts depend on."""
+    """Compute a digest of the columns that generated images depend on."""
     from ..utils.fingerprint import describe  # imports torch
 
     columns = ("id", "language", "prompt", "negative_prompt", "theme", "panels", "rows", "cols", "height", "width")
@@ -61,7 +61,7 @@ def digest_of_prompts(prompts: "Dataset") -> str:
 
 
 def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
-    """Return arguments of the call that let a pipeline read the prompts that others read: LongCat-Image rewrites them."""
+    """Return call arguments that keep a pipeline from rewriting prompts, as LongCat-Image does."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     return {"enable_prompt_rewrite": False} if "enable_prompt_rewrite" in parameters else {}
 
@@ -69,7 +69,7 @@ def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
 def negative_prompts_of(
     pipeline: "DiffusionPipeline", prompts: "Dataset", call_arguments: Mapping[str, Any]
 ) -> list[str | None]:
-    """Return the negative prompt of each row, that of the call if it has none; refuse one that would be ignored."""
+    """Return the negative prompt of each row, or the call's if it has none; reject one that would be ignored."""
     from ..rollout import FAMILIES
 
     if "negative_prompt" not in prompts.column_names:
@@ -92,12 +92,12 @@ def negative_prompts_of(
 
 @contextmanager
 def encoding_ahead(
-    pipeline: "DiffusionPipeline", coming: list[str | list[str]], truncations: Counter[str]
+    pipeline: "DiffusionPipeline", upcoming: list[str | list[str]], truncations: Counter[str]
 ) -> Iterator[None]:
     """
-    Where text encoders and transformer take turns, let the pipeline encode many prompts that are `coming` in a turn.
+    If text encoders and transformer take turns on the device, encode many of the `upcoming` prompts per turn.
 
-    `truncations` counts a prompt as often as it is used, as without turns.
+    `truncations` counts a prompt whenever it is used, as without turns.
     """
     from accelerate.utils import send_to_device
 
@@ -105,13 +105,13 @@ def encoding_ahead(
     if turns is None or encode is None:
         yield
         return
-    ahead, negatives, start = dict[str, Any](), dict[str, Any](), 0
+    cached_prompts, cached_negatives, start = dict[str, Any](), dict[str, Any](), 0
     signature, settings = inspect.signature(encode), set[str]()
 
     def encode_ahead(*args: Any, **kwargs: Any) -> Any:
         nonlocal start
-        arguments = signature.bind(*args, **kwargs).arguments  # many pipelines pass the prompt by its position
-        if "prompt" not in arguments or not all(map(_is_plain, arguments.values())):  # such as source images
+        arguments = signature.bind(*args, **kwargs).arguments  # many pipelines pass the prompt by position
+        if "prompt" not in arguments or not all(map(_is_plain, arguments.values())):  # has source images, for example
             return encode(*args, **kwargs)
 
         def key(prompt: str | list[str]) -> str:
@@ -119,26 +119,26 @@ def encoding_ahead(
 
         prompt = arguments["prompt"]
         settings.add(key(""))
-        if key(prompt) not in ahead | negatives:
-            cache, new = ahead, [prompt]
-            if prompt in coming[start:]:
-                start = coming.index(prompt, start)
-                # With a negative prompt for each row, what comes has other arguments
-                new = coming[start : start + _PROMPTS_AHEAD] if len(settings) == 1 else new
-            else:  # a negative one
-                cache = negatives
-            if cache is ahead or len(negatives) == _PROMPTS_AHEAD:
+        if key(prompt) not in cached_prompts | cached_negatives:
+            cache, batch = cached_prompts, [prompt]
+            if prompt in upcoming[start:]:
+                start = upcoming.index(prompt, start)
+                # With negative prompts per row, upcoming prompts have other arguments
+                batch = upcoming[start : start + _PROMPTS_AHEAD] if len(settings) == 1 else batch
+            else:  # a negative prompt
+                cache = cached_negatives
+            if cache is cached_prompts or len(cached_negatives) == _PROMPTS_AHEAD:
                 cache.clear()
-            for text in new:
+            for text in batch:
                 if key(text) not in cache:
-                    given = copy.deepcopy(arguments | {"prompt": text})  # Z-Image writes its template into the lists
-                    before = truncations.copy()
-                    encoded = send_to_device(encode(**given), "cpu")
-                    cache[key(text)] = encoded, truncations - before
-                    truncations.subtract(truncations - before)
-        encoded, truncated = (ahead | negatives)[key(prompt)]
-        truncations.update(truncated)
-        return send_to_device(encoded, turns.device)
+                    kwargs_copy = copy.deepcopy(arguments | {"prompt": text})  # Z-Image modifies lists in place
+                    earlier_truncations = truncations.copy()
+                    embeddings = send_to_device(encode(**kwargs_copy), "cpu")
+                    cache[key(text)] = embeddings, truncations - earlier_truncations
+                    truncations.subtract(truncations - earlier_truncations)
+        embeddings, prompt_truncations = (cached_prompts | cached_negatives)[key(prompt)]
+        truncations.update(prompt_truncations)
+        return send_to_device(embeddings, turns.device)
 
     pipeline.encode_prompt = encode_ahead
     try:
@@ -150,70 +150,73 @@ def encoding_ahead(
 def _is_plain(value: Any) -> bool:
     import torch
 
-    parts = value if isinstance(value, list | tuple) else [value]
-    return all(part is None or isinstance(part, str | int | float | torch.device) for part in parts)
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(item is None or isinstance(item, str | int | float | torch.device) for item in items)
 
 
 def generate_missing(
     pipeline: "DiffusionPipeline",
     calls: Sequence[Mapping[str, Path]],
     generate: Callable[[int], Mapping[str, "Image"]],
-    what: str,
+    image_type: str,
     sizes: Sequence[tuple[int, int, int]] | None = None,
     prompts: Sequence[Sequence[str | list[str]]] = (),
 ) -> list[str]:
-    """Make the calls whose images are not all on the disk; return the names of flat images, and warn of them."""
-    # A call has the files of its images, by name, in `sizes`, if these are known, their height, width, and number of
-    # images that a file shows side by side, and in `prompts` those of the pipeline, which may be encoded ahead
+    """
+    Make the calls with missing images. Warn about images of one flat color, and return their names.
+
+    A call maps the names of its images to their files. `sizes`, if known, has the height, the width, and the number of
+    side-by-side images in a file of each call; `prompts` has the pipeline's prompts of each call, to encode ahead.
+    """
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
     state = PartialState()
-    known = [None] * len(calls) if sizes is None else sizes
-    counts = [1 if size is None else size[2] for size in known]
-    # Each process reads a part of the existing files; then all of them divide the same list of calls
-    flat, missing = [], []
+    file_sizes = [None] * len(calls) if sizes is None else sizes
+    counts = [1 if size is None else size[2] for size in file_sizes]
+    # Each process checks a share of the files; then they all divide the same list of calls
+    flat_images, missing = [], []
     for call_number in range(state.process_index, len(calls), state.num_processes):
         for name, path in calls[call_number].items():
-            image = _read_image(path, known[call_number])
+            image = _read_image(path, file_sizes[call_number])
             if image is None:
                 missing.append((call_number, name))
             elif is_flat(image, counts[call_number]):
-                flat.append(name)
+                flat_images.append(name)
     wait_for_all()
     names: dict[int, list[str]] = defaultdict(list)
     for call_number, name in sorted(gather_object(missing)):
         names[call_number].append(name)
 
     call_numbers = list(names)[state.process_index :: state.num_processes]
-    bar = tqdm(call_numbers, desc=f"Generating {what}", unit="call", disable=not state.is_main_process)
+    bar = tqdm(call_numbers, desc=f"Generating {image_type}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
-    coming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
-    with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, coming, truncations):
+    upcoming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
+    with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, upcoming, truncations):
         for call_number in bar:
             images = generate(call_number)
             for name in names[call_number]:
                 write_atomically(calls[call_number][name], to_png(images[name]))
                 if is_flat(images[name], counts[call_number]):
-                    flat.append(name)
+                    flat_images.append(name)
     wait_for_all()
     for message, count in sum(gather_object([truncations]), Counter()).items():
         if state.is_main_process:
             logger.warning(
                 f"For {count} of {sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}: {message}."
             )
-    order = [name for call in calls for name in call]
-    flat = sorted(gather_object(flat), key=order.index)
-    if flat and state.is_main_process:
+    all_names = [name for call in calls for name in call]
+    flat_images = sorted(gather_object(flat_images), key=all_names.index)
+    if flat_images and state.is_main_process:
         logger.warning(
-            f"{len(flat)} of {len(order)} {what} have an image of one flat color: {some_of(flat)}. Try another seed "
-            "or, if it is not a safety checker but non-finite numbers, another `dtype`."
+            f"{len(flat_images)} of {len(all_names)} {image_type} have an image of one flat color: {some_of(flat_images)}. Try another seed "
+            "or, unless a safety checker blanked them, another `dtype`, since they may have had non-finite numbers."
         )
-    return flat
+    return flat_images
 
 
 def _read_image(path: Path, size: tuple[int, int, int] | None) -> "Image | None":
-    """Read an image if it is complete. Any other file is removed, so that the image is generated again."""
+    """Read an image, or delete its file if it is incomplete or has another size, to be generated again."""
     from PIL import Image
 
     try:
@@ -231,6 +234,6 @@ def _read_image(path: Path, size: tuple[int, int, int] | None) -> "Image | None"
 
 
 def is_flat(image: "Image", count: int = 1) -> bool:
-    """Tell whether an image, or one of `count` side by side, has one flat color."""
-    # `getcolors(1)` is None where there are more
+    """Return whether an image, or one of `count` side-by-side images, has a single color."""
+    # `getcolors(1)` is `None` for more than one color
     return any(panel.convert("RGB").getcolors(1) is not None for panel in split_grid(image, 1, count))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load trained adapters and transformers for inference, with the precision, quantization and call of their training."""
+"""Loading of trained adapters and transformers for inference, with the precision and settings of their training."""
 
 import logging
 import os
@@ -44,13 +44,13 @@ _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float
 
 @dataclass(frozen=True)
 class LoadingSpec:
-    """Specification of the pipeline that [`load_for_inference`] loads: read from small files, before any weights."""
+    """Specification of a pipeline for [`load_for_inference`], read from small files before any weights."""
 
-    model: str  # the base: Hub id or directory
-    revision: str | None = None  # of the base
-    adapter: str | None = None  # Hub id, directory or file, of the transformer alone
-    lora: str | None = None  # any other LoRA, such as one of text encoders too
-    transformer: str | None = None  # Hub id or directory with a whole transformer in place of the base's
+    model: str  # Hub id or directory of the base model
+    revision: str | None = None  # of the base model
+    adapter: str | None = None  # Hub id, directory or file, only for the transformer
+    lora: str | None = None  # any other LoRA, for example one that includes text encoders
+    transformer: str | None = None  # Hub id or directory of a full transformer that replaces the base model's
     dtype: torch.dtype = torch.bfloat16
     quantization: str | None = None
     vae_tiling: bool = False
@@ -59,27 +59,27 @@ class LoadingSpec:
 
     @property
     def name(self) -> str:
-        """Name of the adapter, the LoRA or the transformer, or else of the base."""
+        """Return the name of the adapter, LoRA or transformer, or otherwise of the base model."""
         return self.adapter or self.lora or self.transformer or self.model
 
     @property
     def base(self) -> "LoadingSpec":
-        """Specification of the base model alone, with the same settings."""
+        """Return the specification of the base model alone, with the same settings."""
         return replace(self, adapter=None, lora=None, transformer=None)
 
     @property
     def hub_arguments(self) -> dict[str, str]:
-        """Arguments of `from_pretrained` for the revision of the base."""
+        """Return the arguments of `from_pretrained` for the revision of the base model."""
         return {} if self.revision is None else {"revision": self.revision}
 
     @property
     def call(self) -> dict[str, Any]:
-        """Arguments of the pipeline's call besides the prompt: those of the training run's evaluations."""
+        """Return the arguments of the pipeline call besides the prompt, from the training run's evaluations."""
         return {} if self.card is None else dict(self.card.call)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How the weights are loaded, for records and reports."""
+        """Return how the weights are loaded, for records and reports."""
         settings: dict[str, Any] = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self.quantization,
@@ -90,41 +90,46 @@ class LoadingSpec:
 
     @property
     def weights(self) -> dict[str, str]:
-        """Adapter, LoRA or transformer of the base, with a digest of its weights, for records."""
+        """Return the adapter, LoRA or transformer, with a digest of its weights, for records."""
         if (adapter := self.adapter or self.lora) is not None:
             return {"adapter": adapter, "adapter_weights": file_digest(find_adapter_file(adapter))}
         if self.transformer is None:
             return {}
         folder = self.transformer
-        if not is_local(folder):  # which loading downloads too
+        if not is_local(folder):  # loading would download it anyway
             folder = snapshot_download(folder, allow_patterns=["transformer/*.json", "transformer/*.safetensors"])
         digest = model_files(os.path.join(folder, "transformer"))
         return {"adapter": self.transformer, "adapter_weights": digest or ""}
 
     def load_pipeline(self) -> DiffusionPipeline:
-        """Load the pipeline without the `adapter`, on the CPU unless it is quantized on a device."""
+        """Load the pipeline without the `adapter`, on the CPU unless quantization requires a device."""
         index = read_index(self.model, self.hub_arguments)
         options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True}
         config = pipeline_quantization_config(self.quantization, self.dtype, index)
-        of_pipeline = {**options, **self.hub_arguments} | ({} if config is None else {"quantization_config": config})
+        pipeline_kwargs = {**options, **self.hub_arguments} | (
+            {} if config is None else {"quantization_config": config}
+        )
         if self.transformer is not None:
-            quantized = {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
-            of_pipeline["transformer"] = AutoModel.from_pretrained(
-                self.transformer, subfolder="transformer", trust_remote_code=False, **options, **quantized
+            quantization_kwargs = (
+                {} if config is None else {"quantization_config": config.quant_mapping["transformer"]}
             )
-        # Not the loader of the trainer, which refuses what cannot be trained
-        pipeline = DiffusionPipeline.from_pretrained(self.model, **of_pipeline)
+            pipeline_kwargs["transformer"] = AutoModel.from_pretrained(
+                self.transformer, subfolder="transformer", trust_remote_code=False, **options, **quantization_kwargs
+            )
+        # Not the trainer's loader, which rejects pipelines that cannot be trained
+        pipeline = DiffusionPipeline.from_pretrained(self.model, **pipeline_kwargs)
         if self.lora is not None:
             pipeline.load_lora_weights(file := find_adapter_file(self.lora))
-            if not pipeline.get_list_adapters():  # some pipelines then only log it
-                raise ValueError(f"'{file}' is no LoRA that diffusers reads for {type(pipeline).__name__}.")
+            if not pipeline.get_list_adapters():  # some pipelines only log that nothing was loaded
+                raise ValueError(f"'{file}' is not a LoRA that diffusers can load into {type(pipeline).__name__}.")
         if self.vae_tiling:
             pipeline.vae.enable_tiling()
         return pipeline
 
     def load(self, device: torch.device | str | None = None) -> DiffusionPipeline:
-        """Load the pipeline with its adapter, for a device."""
-        on, pipeline = torch.device(PartialState().device if device is None else device), self.load_pipeline()
+        """Load the pipeline with its adapter, on a device."""
+        device = torch.device(PartialState().device if device is None else device)
+        pipeline = self.load_pipeline()
         transformer = getattr(pipeline, "transformer", None)
         if self.adapter is not None:
             # In the compute dtype where diffusers would have it cast nothing for float8
@@ -132,10 +137,10 @@ class LoadingSpec:
             pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
-        if self.offload and on.type != "cpu":
-            pipeline.turns = Turns(pipeline, on)
+        if self.offload and device.type != "cpu":
+            pipeline.turns = Turns(pipeline, device)
         else:
-            pipeline.to(on)
+            pipeline.to(device)
         return pipeline
 
 
@@ -152,37 +157,37 @@ def load_for_inference(
     """
     Load an adapter with its base model, a fully trained transformer, or a plain pipeline, ready to generate images.
 
-    What paco_trl has saved is loaded as it was trained: its `paco_trl.json` records the base model with its revision, the
-    precision, the quantization, and the size, guidance, steps and negative prompt of the run's evaluations. Any other LoRA
-    that diffusers reads is loaded too, onto the base model that its config or its card names.
+    Models saved by paco_trl are loaded as they were trained: their `paco_trl.json` records the base model and its revision,
+    the precision, the quantization, and the size, guidance, steps and negative prompt of the run's evaluations. Other LoRAs
+    that diffusers supports are loaded into the base model that their config or card names.
 
-    On a GPU the text encoders and the transformer take turns, as in training, so that the card of the training is enough.
+    As in training, text encoders and transformer take turns on a GPU, so that the GPU of the training is large enough.
 
     Args:
         adapter_or_model (`str` or `Path`):
-            Hub id or directory of an adapter, a LoRA file, the output directory of a run (its newest model), or a
-            pipeline. Weights are read from safetensors, and no code of a model is run.
+            Hub id or directory of an adapter or a pipeline, a LoRA file, or the output directory of a run (its newest
+            model). Weights are read from safetensors, and no code from the model is run.
         model (`str`, *optional*):
-            Hub id or directory of the base model. If `None`, the one that the adapter names.
+            Hub id or directory of the base model. Defaults to the one that the adapter names.
         revision (`str`, *optional*):
             Branch, tag or commit of `adapter_or_model` on the Hub.
         dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
-            Compute dtype. `"auto"` is that of training, or bfloat16.
+            Compute dtype. `"auto"` uses the dtype of training, or bfloat16.
         quantization (`str`, *optional*, defaults to `"auto"`):
-            `"nf4"`, `"int8"`, `"fp8"` or `"fp8_storage"`: transformer and text encoders, as in training. `"auto"` is that
-            of training; `None` does not quantize.
+            Quantization of the transformer and the text encoders: `"nf4"`, `"int8"`, `"fp8"` or `"fp8_storage"`. `"auto"`
+            quantizes as in training; `None` does not quantize.
         offload (`bool`, *optional*):
-            Whether text encoders and transformer take turns on the device. `False` keeps all on it, which saves a moment
-            for each new prompt. If `None`, as in training, or `True`.
+            Whether text encoders and transformer take turns on the device. `False` keeps everything on it, which saves
+            time for each new prompt. If `None`, as in training, or `True`.
         device (`torch.device` or `str`, *optional*):
-            Device. If `None`, that of this process (see [`~accelerate.PartialState`]).
+            Device. Defaults to this process's device (see [`~accelerate.PartialState`]).
 
     Returns:
-        `tuple[DiffusionPipeline, dict[str, Any]]`: the pipeline, and arguments of its call besides the prompt, empty where
-        nothing is recorded.
+        `tuple[DiffusionPipeline, dict[str, Any]]`: the pipeline, and the arguments of its call besides the prompt, empty if
+        none are recorded.
 
     Raises:
-        ValueError: no base model is named, the adapter is of another one, or it is a judge's.
+        ValueError: If no base model is named, the adapter was trained on another one, or it belongs to a judge.
 
     Example:
 
@@ -201,7 +206,7 @@ def load_for_inference(
 def read_loading_spec(
     adapter_or_model: str | Path, model: str | None = None, revision: str | None = None, **options: Any
 ) -> LoadingSpec:
-    """Read what [`load_for_inference`] loads; refuse what cannot be loaded before gigabytes are read."""
+    """Read the specification for [`load_for_inference`]; reject what cannot be loaded before reading gigabytes."""
     name = os.fspath(adapter_or_model)
     if not _has(name, "model_index.json", revision):
         return read_adapter(name, model, revision, **options)
@@ -219,40 +224,40 @@ def read_pipeline(
     vae_tiling: bool | None = None,
     card: ImageModelCard | None = None,
 ) -> LoadingSpec:
-    """Return the specification of a pipeline, as the `card` of a training records it. No file is read."""
+    """Return the specification of a pipeline, by default as recorded in a training's `card`. No file is read."""
     loading = {} if card is None else card.loading
     if dtype == "auto":
         dtype = "bfloat16" if card is None else card.settings.get("precision", card.dtype)
     if isinstance(dtype, str):
         if dtype not in _DTYPES:
-            raise ValueError(f"`dtype` is {dtype!r}; it must be 'auto' or one of {', '.join(map(repr, _DTYPES))}.")
+            raise ValueError(f"`dtype` is {dtype!r}, but must be 'auto' or one of {', '.join(map(repr, _DTYPES))}.")
         dtype = _DTYPES[dtype]
     if quantization == "auto":
         quantization = loading.get("quantization")
         if quantization is None and card is not None and card.lora is not None and card.lora.quantization:
             logger.warning(
-                f"The base model was quantized in training ({card.lora.quantization}), and is loaded unquantized: "
-                f"`quantization` takes {', '.join(QUANTIZATIONS)}."
+                f"The base model was quantized in training ({card.lora.quantization}), but is loaded without quantization, "
+                f"since `quantization` only takes {', '.join(QUANTIZATIONS)}."
             )
     if quantization not in (None, *QUANTIZATIONS):
-        known = ", ".join(map(repr, QUANTIZATIONS))
-        raise ValueError(f"`quantization` is {quantization!r}; it must be 'auto', None or one of {known}.")
-    pipeline_quantization_config(quantization, dtype, ())  # what the machine lacks
+        choices = ", ".join(map(repr, QUANTIZATIONS))
+        raise ValueError(f"`quantization` is {quantization!r}, but must be 'auto', None or one of {choices}.")
+    pipeline_quantization_config(quantization, dtype, ())  # raises if the machine lacks something
     offload = loading.get("offload", True) if offload is None else offload
     vae_tiling = loading.get("vae_tiling", False) if vae_tiling is None else vae_tiling
-    how: dict[str, Any] = {"offload": bool(offload), "vae_tiling": bool(vae_tiling), "card": card}
-    return LoadingSpec(model, revision, dtype=dtype, quantization=quantization, **how)
+    loading_options: dict[str, Any] = {"offload": bool(offload), "vae_tiling": bool(vae_tiling), "card": card}
+    return LoadingSpec(model, revision, dtype=dtype, quantization=quantization, **loading_options)
 
 
 def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> LoadingSpec:
-    """Read an adapter or a whole transformer, and find its base model; `options` are those of [`read_pipeline`]."""
+    """Read the specification of an adapter or a full transformer. `options` are those of [`read_pipeline`]."""
     if Path(name).is_dir() and checkpoints_of(Path(name)):
         name = str(find_saved_model(Path(name)))
     name = name if revision is None else _download(name, revision)
     is_whole, peft = _has(name, "transformer/config.json", None), None
     folder: str | None = name
     if _has(name, "model_index.json", None):
-        raise ValueError(f"'{name}' is a pipeline and no adapter: give it as `--model_name_or_path`.")
+        raise ValueError(f"'{name}' is a pipeline, not an adapter. Pass it as `--model_name_or_path`.")
     if not is_whole:
         peft = _find_peft(name)
         parent, file = split_adapter(name)
@@ -261,10 +266,10 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
         check_generates(name, folder)
     card = cast(ImageModelCard | None, load_settings(folder) if folder else None)
     base = _find_base(name, folder, card) if model is None else model
-    of_base = None
+    base_revision = None
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
-        of_base = card.base_revision
-    source = read_pipeline(base, of_base, card=card, **options)
+        base_revision = card.base_revision
+    source = read_pipeline(base, base_revision, card=card, **options)
     if is_whole:
         check_adapter_base(name, None if card is None else card.base_model, base)
         return replace(source, transformer=name)
@@ -282,7 +287,7 @@ def _find_peft(name: str) -> str | None:
         if not is_local(name):
             try:
                 read_index(name, {})
-            except (ConnectionError, PermissionError):  # nothing of it can be read
+            except (ConnectionError, PermissionError):  # the Hub is down, or the repository gated
                 raise
             except OSError:
                 pass
@@ -290,25 +295,28 @@ def _find_peft(name: str) -> str | None:
 
 
 def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> str:
-    """Find the base model that an adapter's config, its `paco_trl.json` or its card names: a directory, or else a Hub id."""
+    """Find the base model named by an adapter's config, `paco_trl.json` or card, preferably a local directory."""
     path = find_model_file(folder, "adapter_config.json") if folder else None
-    named = [read_record(path or "").get("base_model_name_or_path"), None if card is None else card.base_model]
-    if folder and not any(named) and (readme := find_model_file(folder, "README.md")) is not None:
+    bases = [read_record(path or "").get("base_model_name_or_path"), None if card is None else card.base_model]
+    if folder and not any(bases) and (readme := find_model_file(folder, "README.md")) is not None:
         metadata = (metadata_load(readme) or {}).get("base_model")
-        named = metadata if isinstance(metadata, list) else [metadata]
-    known = [str(base) for base in named if base]
-    if found := [
-        *models_near(name, known),
-        *(base for base in known if os.path.isdir(base) or not is_local(base) and "/" in base),
+        bases = metadata if isinstance(metadata, list) else [metadata]
+    base_names = [str(base) for base in bases if base]
+    if candidates := [
+        *models_near(name, base_names),
+        *(base for base in base_names if os.path.isdir(base) or not is_local(base) and "/" in base),
     ]:
-        return found[0]
-    reason = f"which is not on this machine: '{known[0]}'" if known else "but does not say which"
+        return candidates[0]
+    reason = f"which is not on this machine: '{base_names[0]}'" if base_names else "but does not say which"
     raise ValueError(f"'{name}' needs a base model, {reason}. Pass it as `model` (`--model_name_or_path`).")
 
 
 def _is_of_transformer(lora: str, index: dict[str, Any]) -> bool:
     keys = list[str]()
-    with suppress(SafetensorError), safe_open(find_adapter_file(lora), "pt") as file:  # which is said later
+    with (
+        suppress(SafetensorError),
+        safe_open(find_adapter_file(lora), "pt") as file,
+    ):  # a broken file is reported later
         keys = list(file.keys())
     return "transformer" in index and not any(key.startswith(("lora_te", "text_encoder")) for key in keys)
 
@@ -316,16 +324,16 @@ def _is_of_transformer(lora: str, index: dict[str, Any]) -> bool:
 def _has(name: str, file: str, revision: str | None) -> bool:
     if is_local(name) or name.endswith(".safetensors"):
         return os.path.isfile(os.path.join(name, file))
-    with suppress(OSError):  # the Hub cannot be reached, or has no such model: what is read next says so
+    with suppress(OSError):  # an unreachable Hub or missing model is reported by the next read
         return find_model_file(name, file, revision=revision) is not None
     return False
 
 
 def _download(name: str, revision: str) -> str:
-    """Download a revision of an adapter or a transformer; return its directory or file."""
+    """Download a revision of an adapter or a transformer, and return its directory or file."""
     folder, file = split_adapter(name)
     if is_local(folder):
-        raise ValueError(f"`revision` is {revision!r}, but '{name}' is on this machine. Leave it out.")
+        raise ValueError(f"`revision` is {revision!r}, but '{name}' is on this machine. Leave `revision` out.")
     patterns, inside = ["*.json", "*.safetensors", "README.md"], os.path.dirname(file or "")
     selected = {"allow_patterns": [os.path.join(inside, pattern) for pattern in patterns]}
     if not inside:
@@ -335,27 +343,27 @@ def _download(name: str, revision: str) -> str:
 
 class Turns:
     """
-    Keep on a device either the text encoders of a pipeline or its other components: those that compute.
+    Alternates the text encoders and the other components of a pipeline on a device.
 
-    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and weights that leave are
+    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and leaving weights are
     not copied, since the CPU still has them.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
         self.device, self._current = device, list[nn.Module]()
         self._memory = cpu_memory(self._current)
-        parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+        modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
         family = FAMILIES.get(type(pipeline).__name__)
-        names = [name for name in parts if "encoder" in name] if family is None else family.text_encoders
-        encoders = [part for name, part in parts.items() if name in names]
-        rest = [part for name, part in parts.items() if name not in names]
-        for group in (encoders, rest):
-            for part in group:
-                part.to("cpu")  # bitsandbytes quantizes on the device
-                add_hook_to_module(part, TurnHook(self, group))
+        names = [name for name in modules if "encoder" in name] if family is None else family.text_encoders
+        encoders = [module for name, module in modules.items() if name in names]
+        others = [module for name, module in modules.items() if name not in names]
+        for group in (encoders, others):
+            for module in group:
+                module.to("cpu")  # bitsandbytes quantizes on the device
+                add_hook_to_module(module, TurnHook(self, group))
 
     def take(self, modules: list[nn.Module]) -> None:
-        """Move modules to the device, and those that are there to the CPU."""
+        """Move a group to the device, and the current one to the CPU."""
         if modules is not self._current:
             to_cpu(self._current, self._memory)
             self._current, self._memory = modules, cpu_memory(modules)
@@ -364,7 +372,7 @@ class Turns:
 
 
 class TurnHook(ModelHook):
-    """Hook of a component, which moves its group to the device before it computes."""
+    """Moves the group of a component to the device before its forward pass."""
 
     def __init__(self, turns: Turns, group: list[nn.Module]):
         self.turns, self.group, self.execution_device = turns, group, turns.device  # read by diffusers

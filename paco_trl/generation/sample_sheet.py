@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample sheets: one image with some of the prompts and grids, pairs or rankings of a stage."""
+"""Sample sheets: an image with some prompts and grids, pairs or rankings of a stage."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,48 +13,51 @@ from ..data.pairs import content_text, decision_of
 from ..data.questions import theme_question
 
 
-# Images of a row at most, without the reference
+# Most images per row, besides the reference
 _MAX_IMAGES = 8
 
 
-def _evenly_spaced(items: Sequence[int], chosen: int) -> list[int]:
-    """Choose some items at equal distances, from the first: neighbors are often alike."""
-    chosen = min(len(items), chosen)
-    return [items[index * len(items) // chosen] for index in range(chosen)]
+def _evenly_spaced(items: Sequence[int], count: int) -> list[int]:
+    """Select items at equal distances, since neighbors are often alike."""
+    count = min(len(items), count)
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def grids_sheet(grids: Dataset, prompts: Dataset, path: str | Path, max_prompts: int = 6) -> None:
-    """Show some prompts with their grids, a row each with the first eight seeds."""
+    """Show some prompts, one per row, with the grids of the first eight seeds."""
     rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
         rows_by_prompt.setdefault(prompt_id, []).append(row)
     texts, names = column_by_id(prompts, "prompt"), list(rows_by_prompt)
     rows = []
     for index in _evenly_spaced(range(len(names)), max_prompts):
-        shown = grids.select(rows_by_prompt[names[index]][:_MAX_IMAGES])
-        rows.append((texts[names[index]], [[(row["image"], f"seed {row['seed']}") for row in shown]]))
+        selected_rows = grids.select(rows_by_prompt[names[index]][:_MAX_IMAGES])
+        rows.append((texts[names[index]], [[(row["image"], f"seed {row['seed']}") for row in selected_rows]]))
     _save(rows, path)
 
 
 def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
-    """Show some pairs: consistent ones at the left, inconsistent ones at the right."""
+    """Show some pairs, with consistent ones on the left and inconsistent ones on the right."""
     labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
     by_label = ([row for row, label_of_row in enumerate(labels) if label_of_row == label] for label in ("Yes", "No"))
-    rows, (before, after) = [], theme_question("\0").split("\0")
-    for row_numbers in zip_longest(*(_evenly_spaced(of_label, max_rows) for of_label in by_label)):
-        shown = [pairs[row_number] for row_number in row_numbers if row_number is not None]
-        captions = ["consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in shown]
-        questions = [content_text(pair["prompt"][-1]["content"]) or "" for pair in shown]
-        titles = [question.removeprefix(before).removesuffix(after) for question in questions]
+    rows, (prefix, suffix) = [], theme_question("\0").split("\0")
+    for row_numbers in zip_longest(*(_evenly_spaced(label_rows, max_rows) for label_rows in by_label)):
+        selected_rows = [pairs[row_number] for row_number in row_numbers if row_number is not None]
+        captions = [
+            "consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in selected_rows
+        ]
+        questions = [content_text(pair["prompt"][-1]["content"]) or "" for pair in selected_rows]
+        titles = [question.removeprefix(prefix).removesuffix(suffix) for question in questions]
         blocks = [
-            [(image, caption) for image in pair["images"]] for pair, caption in zip(shown, captions, strict=True)
+            [(image, caption) for image in pair["images"]]
+            for pair, caption in zip(selected_rows, captions, strict=True)
         ]
         rows.append((" / ".join(dict.fromkeys(titles)), blocks))
     _save(rows, path)
 
 
 def rankings_sheet(rankings: Dataset, path: str | Path, max_rows: int = 4) -> None:
-    """Show some rankings: the reference at the left, then the candidates, the most consistent first."""
+    """Show some rankings: the reference on the left, then the candidates, the most consistent first."""
     rows = []
     for row_number in _evenly_spaced(range(len(rankings)), max_rows):
         row = rankings[row_number]

@@ -698,7 +698,7 @@ EVALUATION = [
         "evaluation/edit_reward.py",
         "test_evaluation.py::TestEvaluateEditReward test_published_protocols.py::test_edit_reward_bench_item_by_item",
         ("float(preferred >= rejected)", "float(preferred > rejected)"),
-        ("answer_tokens, resizes=True)", "answer_tokens)"),
+        ("answer_tokens, resizes=True", "answer_tokens"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
