@@ -84,7 +84,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatch,
         (tmp_path / ".saving" / "checkpoint-2" / "weights").unlink()
     lock = FileLock(tmp_path / ".lock")
     if read is checkpoints_of:  # a run that writes there is between the two
-        monkeypatch.setattr(checkpoints, "_PATIENCE", 0)
+        monkeypatch.setattr(checkpoints, "_LOCK_TIMEOUT", 0)
         with lock:
             assert checkpoints_of(tmp_path) == [] and not checkpoint.exists()
     read(tmp_path)
@@ -248,7 +248,7 @@ def test_other_weights_than_those_that_are_trained(names):
     model, ones = torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     load_weights(model, ones, zero_stage=0)
     assert model.weight.tolist() == [[1, 1], [1, 1]]
-    with pytest.raises(ValueError, match=r"in one alone, such as '(bias|more)'"):
+    with pytest.raises(ValueError, match=r"in one of them, such as '(bias|more)'"):
         load_weights(model, {name: torch.zeros(2, 2) for name in names}, zero_stage=0)
     assert model.weight.tolist() == [[1, 1], [1, 1]]
 

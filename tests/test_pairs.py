@@ -463,7 +463,7 @@ class TestLoadPacoDataset:
         write_zip(folder / ".cache" / "x.zip", {"b.png": 3})
         write_zip(folder / "split.zip", {"b.png": 3})
         (folder / "split.z01").touch()
-        with pytest.raises(ValueError, match=r"neither in .* nor \[\]\."):
+        with pytest.raises(ValueError, match=r"neither in .* nor in \[\]\."):
             load_paco_dataset(folder, files=["own"])
         write_zip(folder / "x.zip", {"b.png": 5})
         assert seeds_of(load_paco_dataset(folder, files=["own"])) == [[5, 5]]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Checkpoints, complete or absent: find them, compare them with the run that they belong to, write them. The command line looks
-for them before it imports torch.
+Checkpoints, which are either complete or absent: writing, finding and deleting them, and comparing them with a run.
+
+The command line uses this module before it imports torch.
 """
 
 import json
@@ -25,71 +26,71 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-POLICY_WEIGHTS = "policy.safetensors"  # what is trained; under DeepSpeed its own files hold it
+POLICY_WEIGHTS = "policy.safetensors"  # trained weights, except under DeepSpeed, which has its own files
 EMA_WEIGHTS = "ema.safetensors"
 STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
-# A checkpoint is written in here and then renamed, so that a `checkpoint-N` is complete from the moment it exists
+# Checkpoints are written in this folder and then renamed, so that an existing `checkpoint-N` is complete
 STAGING = ".saving"
-_PATIENCE = 5.0  # seconds, with other processes that restore a checkpoint
+_LOCK_TIMEOUT = 5.0  # seconds to wait for other processes that restore a checkpoint
 
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def _warn(message: str) -> None:
     """Log a warning once, in the main process."""
-    from accelerate.logging import get_logger  # takes seconds
+    from accelerate.logging import get_logger  # a slow import
 
     get_logger(__name__).warning(message)
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """Delete the staging folders of a run that was killed while it saved. Only the run that writes there may call it."""
+    """Delete the staging folders of a run that was killed while saving. Only call it from the run that owns `output_dir`."""
     folder = Path(output_dir) / STAGING
     with suppress(OSError):
         _restore_replaced(Path(output_dir))
-    if replaced := _replaced(Path(output_dir)):
+    if replaced := _find_replaced(Path(output_dir)):
         names = ", ".join(path.name for path in replaced)
         _warn(
-            f"'{folder}' keeps {names} of a run that was stopped: something incomplete is in its place. Move that away."
+            f"'{folder}' keeps {names} of an interrupted run, because something incomplete is in its place. Move that away."
         )
     elif folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
-            _warn(f"An earlier run was stopped while saving {unfinished}: the unfinished files are deleted.")
+            _warn(f"An earlier run was stopped while saving {unfinished}. Deleting the unfinished files.")
         shutil.rmtree(folder)
 
 
-def publish(staged: Path, output_dir: str | Path, run: dict) -> Path:
-    """Publish a complete checkpoint at once, with the list of its files and the `run` that it belongs to in `run.json`."""
-    paths = [path for path in sorted(staged.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
-    (staged / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
+def publish(staging_dir: Path, output_dir: str | Path, run: dict) -> Path:
+    """Publish a complete checkpoint atomically, with its `run` and the list of its files in `run.json`."""
+    paths = [path for path in sorted(staging_dir.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(staging_dir)): path.stat().st_size for path in paths}
+    (staging_dir / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
     open_weights(paths)
-    # To the disk first: after a power cut a renamed directory may otherwise contain empty files
-    _sync(*staged.rglob("*"), staged)
-    target = Path(output_dir) / staged.name
-    replaced = staged.with_name(f"replaced-{staged.name}")
-    if target.exists():  # of this run, which was resumed from an earlier checkpoint that it can resume from again
-        for path in _files_of_user(target):
-            (staged / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(target / path, staged / path, follow_symlinks=False)
-        os.replace(target, replaced)
-    os.replace(staged, target)
-    shutil.rmtree(staged.parent, ignore_errors=True)  # the checkpoint is complete
-    _sync(Path(output_dir))  # older checkpoints may be deleted next
+    # Flush to the disk first, or a renamed directory may contain empty files after a power failure
+    _sync(*staging_dir.rglob("*"), staging_dir)
+    target = Path(output_dir) / staging_dir.name
+    replaced_dir = staging_dir.with_name(f"replaced-{staging_dir.name}")
+    if target.exists():  # if this run was resumed from an earlier checkpoint, which is still there
+        for path in _user_files(target):
+            (staging_dir / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(target / path, staging_dir / path, follow_symlinks=False)
+        os.replace(target, replaced_dir)
+    os.replace(staging_dir, target)
+    shutil.rmtree(staging_dir.parent, ignore_errors=True)  # the checkpoint is complete
+    _sync(Path(output_dir))  # before older checkpoints are deleted
     return target
 
 
-def _replaced(folder: Path) -> dict[Path, Path]:
-    """Find checkpoints that a kill between the two renames of `publish` has left in the staging folder alone."""
-    replaced = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
-    return {checkpoint: path for checkpoint, path in replaced.items() if incomplete_files(checkpoint)}
+def _find_replaced(folder: Path) -> dict[Path, Path]:
+    """Find checkpoints that are only in the staging folder, after a kill between the two renames of `publish`."""
+    paths = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
+    return {checkpoint: path for checkpoint, path in paths.items() if incomplete_files(checkpoint)}
 
 
 def _restore_replaced(folder: Path) -> None:
-    for checkpoint, replaced in _replaced(folder).items():
-        staged = replaced.with_name(checkpoint.name)
-        os.replace(replaced if incomplete_files(staged) else staged, checkpoint)
-        shutil.rmtree(replaced, ignore_errors=True)
+    for checkpoint, replaced_dir in _find_replaced(folder).items():
+        staging_dir = replaced_dir.with_name(checkpoint.name)
+        os.replace(replaced_dir if incomplete_files(staging_dir) else staging_dir, checkpoint)
+        shutil.rmtree(replaced_dir, ignore_errors=True)
 
 
 def _sync(*paths: Path) -> None:
@@ -100,29 +101,29 @@ def _sync(*paths: Path) -> None:
 
 
 def incomplete_files(checkpoint: str | Path) -> list[str]:
-    """List the files of a checkpoint that are missing or truncated: `run.json` if the list of files itself is missing."""
+    """List the missing or truncated files of a checkpoint, or `run.json` if their list itself is missing."""
     if not (run := read_run(checkpoint)):
         return [RUN_FILE]
-    # A card may be edited, and evaluations add their results to it
-    needed = {name: Path(checkpoint) / name for name in run["files"] if not name.endswith((".md", ".png"))}
-    return [n for n, path in needed.items() if not path.is_file() or path.stat().st_size < run["files"][n]]
+    # Not the card, which users and evaluations may edit
+    paths = {name: Path(checkpoint) / name for name in run["files"] if not name.endswith((".md", ".png"))}
+    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size < run["files"][n]]
 
 
-def _files_of_user(checkpoint: Path) -> list[Path]:
-    """List the files in a checkpoint's directory that are not its own, as paths in it."""
-    written = {*read_run(checkpoint).get("files", ()), RUN_FILE}
+def _user_files(checkpoint: Path) -> list[Path]:
+    """List the files in a checkpoint's directory that paco_trl did not write, as relative paths."""
+    own_files = {*read_run(checkpoint).get("files", ()), RUN_FILE}
     paths = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [path for path in paths if str(path) not in written]
+    return [path for path in paths if str(path) not in own_files]
 
 
 def _delete_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint. Files of the user stay, and with them the record that marks it as a checkpoint."""
-    kept = {checkpoint / path for path in [*_files_of_user(checkpoint), Path(RUN_FILE)]}
-    if len(kept) > 1:
-        for path in {path for path in checkpoint.rglob("*") if not path.is_dir()} - kept:
+    """Delete a checkpoint, but keep files of the user, and with them the record that marks it as a checkpoint."""
+    paths_to_keep = {checkpoint / path for path in [*_user_files(checkpoint), Path(RUN_FILE)]}
+    if len(paths_to_keep) > 1:
+        for path in {path for path in checkpoint.rglob("*") if not path.is_dir()} - paths_to_keep:
             path.unlink(missing_ok=True)
         return
-    # Aside first: half of one, after a kill, would not be known as the package's own
+    # Move it first: after a kill, half a checkpoint would not be recognized as the package's own
     trash = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
     trash.parent.mkdir(exist_ok=True)
     os.replace(checkpoint, trash)
@@ -130,11 +131,11 @@ def _delete_checkpoint(checkpoint: Path) -> None:
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
-    """List the checkpoints in an output directory, latest first; complete or not."""
+    """List the checkpoints in an output directory, complete or not, latest first."""
     folder = Path(output_dir)
-    lock = FileLock(folder / ".lock")  # a run that has it is between the two renames
-    if _replaced(folder) and take_lock(lock, "checkpoints", folder, _PATIENCE) is None:
-        with suppress(OSError):  # read only, or restored by another process
+    lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
+    if _find_replaced(folder) and take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT) is None:
+        with suppress(OSError):  # read-only, or restored by another process
             _restore_replaced(folder)
         lock.release()
     paths = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
@@ -142,36 +143,36 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Find the complete checkpoint to resume from: a directory, with `True` the latest, with `"auto"` also none."""
-    # The command line gives "True" as text
+    """Find the complete checkpoint to resume from: a directory, the latest (`True`), or the latest if any (`"auto"`)."""
+    # The command line passes "True" as text
     requested = {"true": True, "false": None}.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
-    # The launcher (`--max_restarts`) has started the processes again after one has failed
+    # The launcher (`--max_restarts`) restarted the processes after one failed
     if resume_from_checkpoint is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         requested = "auto"
     if not requested:
         return None
-    is_named = requested is not True and requested != "auto"
-    if is_named and not Path(str(requested)).exists():
-        checkpoints_of(Path(str(requested)).parent)  # puts back what a kill has left aside
-    for checkpoint in [Path(str(requested))] if is_named else checkpoints_of(output_dir):
-        if not (broken := incomplete_files(checkpoint)):
+    is_path = requested is not True and requested != "auto"
+    if is_path and not Path(str(requested)).exists():
+        checkpoints_of(Path(str(requested)).parent)  # restores a checkpoint after a kill
+    for checkpoint in [Path(str(requested))] if is_path else checkpoints_of(output_dir):
+        if not (files := incomplete_files(checkpoint)):
             return checkpoint
-        reason = f"{broken[0]} is missing or truncated."
-        if is_named:
-            what = f"The checkpoint '{checkpoint}' is incomplete: {reason}"
-            what = what if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
-            raise ValueError(f"{what} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
+        reason = f"{files[0]} is missing or truncated."
+        if is_path:
+            message = f"The checkpoint '{checkpoint}' is incomplete: {reason}"
+            message = message if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
+            raise ValueError(f"{message} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
         _warn(f"The checkpoint '{checkpoint}' is skipped: {reason}")
     if requested == "auto":
         return None
     raise ValueError(
-        f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Start with 'auto' or "
-        "without it, or pass the directory of a checkpoint."
+        f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Use 'auto', leave "
+        "it out, or pass the directory of a checkpoint."
     )
 
 
 def how_to_resume(output_dir: str | Path) -> str:
-    """Say how to resume a run that has stopped, if anything is saved."""
+    """Return advice on how to resume an interrupted run."""
     complete = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
     if not complete:
         return "Nothing is saved."
@@ -179,7 +180,7 @@ def how_to_resume(output_dir: str | Path) -> str:
 
 
 def read_run(checkpoint: str | Path) -> dict:
-    """Read which run a checkpoint belongs to, and the sizes of its `files`; empty if this is not recorded."""
+    """Read the run of a checkpoint and the sizes of its `files`, an empty dictionary if there is no record."""
     content = read_record(Path(checkpoint) / RUN_FILE)
     return {**content["run"], "files": content["files"]} if {"run", "files"} <= content.keys() else {}
 
@@ -187,35 +188,39 @@ def read_run(checkpoint: str | Path) -> dict:
 def check_resumed_run(
     checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
 ) -> None:
-    """Check that a checkpoint has the same `identity`, and warn of other `settings`, before any model is loaded."""
+    """Check that a checkpoint has the same `identity`, and warn about other `settings`, before any model is loaded."""
     saved = read_run(checkpoint)
     if "settings" not in saved:
-        raise ValueError(f"'{checkpoint}' is of an older version or another trainer. Start anew from its adapter.")
-    before, key = saved["num_processes"], "processes of DeepSpeed"  # over which the optimizer's state is divided
-    then = saved["identity"] | {key: before if saved["is_deepspeed"] else None}
-    check_identity(checkpoint, then, identity | {key: num_processes if is_deepspeed else None})
-    if before != num_processes:
+        raise ValueError(
+            f"'{checkpoint}' is from an older version or another trainer. Start a new run from its adapter."
+        )
+    old_num_processes, key = saved["num_processes"], "processes of DeepSpeed"  # which shards the optimizer's state
+    old_identity = saved["identity"] | {key: old_num_processes if saved["is_deepspeed"] else None}
+    check_identity(checkpoint, old_identity, identity | {key: num_processes if is_deepspeed else None})
+    if old_num_processes != num_processes:
         result = ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved else "."
         if saved.get("is_round_pending"):
-            result = ". It is in the middle of a round, whose images are stored per process: it is generated again."
-        _warn(f"'{checkpoint}' was made by {before} processes, now {num_processes}{result}")
-    if different := differences(saved["settings"], settings):
-        lines = "\n  ".join(["", *different])
-        _warn(f"'{checkpoint}' is resumed with other settings, so this is another run:{lines}")
+            result = (
+                ". It is in the middle of a round, whose images are stored per process: the round is generated again."
+            )
+        _warn(f"'{checkpoint}' was saved by {old_num_processes} processes, now there are {num_processes}{result}")
+    if changes := differences(saved["settings"], settings):
+        lines = "\n  ".join(["", *changes])
+        _warn(f"'{checkpoint}' is resumed with other settings, which changes the run:{lines}")
 
 
 def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
-    """Refuse to resume a checkpoint of another run."""
-    if different := differences(saved, identity):
-        lines = "\n  ".join(["", *different])
+    """Reject a checkpoint of another run."""
+    if changes := differences(saved, identity):
+        lines = "\n  ".join(["", *changes])
         raise ValueError(
-            f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nGive it the same (the optimizer's "
-            "settings are restored), or start anew from its adapter."
+            f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nPass the same values (the optimizer's "
+            "settings are restored), or start a new run from its adapter."
         )
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
-    """Refuse a directory with files of the user's that a run would overwrite or delete."""
+    """Reject a directory with files of the user that a run would overwrite or delete."""
     if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
         raise ValueError(message)
     for checkpoint in checkpoints_of(output_dir):
@@ -224,17 +229,17 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
 
 
 def begin_output_dir(output_dir: str | Path) -> None:
-    """Note that a run writes in a directory. After a kill this may be the only sign that its files are the package's."""
+    """Mark a directory as a run's. After a kill, this may be the only sign that its files are the package's."""
     write_atomically(Path(output_dir) / RUN_FILE, json.dumps({"run": {}, "files": {}}), durable=False)
 
 
 def check_same_run(output_dir: str | Path, identity: dict) -> None:
-    """Refuse the directory of another run, which can be neither resumed nor continued."""
+    """Reject the directory of another run, which can be neither resumed nor continued."""
     for checkpoint in checkpoints_of(output_dir):
-        if incomplete_files(checkpoint):  # skipped when the run is resumed
+        if incomplete_files(checkpoint):  # skipped on resuming
             continue
-        if different := differences(read_run(checkpoint).get("identity", identity), identity):
-            lines = "\n  ".join(["", *different])
+        if changes := differences(read_run(checkpoint).get("identity", identity), identity):
+            lines = "\n  ".join(["", *changes])
             raise ValueError(
                 f"`output_dir` has '{checkpoint}' of another run:{lines}\nChoose another directory, or delete that "
                 "run with `overwrite_output_dir=True`."
@@ -242,18 +247,18 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
 
 
 def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
-    """Refuse to write over the checkpoints of an interrupted run by one that does not resume it."""
+    """Reject a run that would overwrite the checkpoints of an earlier one without resuming it."""
     checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
     if checkpoints and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
         names = ", ".join(checkpoint.name for checkpoint in checkpoints[::-1])
         raise ValueError(
             f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
-            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another."
+            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another directory."
         )
 
 
 def delete_run(output_dir: str | Path) -> None:
-    """Delete the checkpoints, curves, sheets and evaluations of an earlier run; its encoded prompts can be used again."""
+    """Delete the checkpoints, curves, sheets and evaluations of an earlier run, but keep its prompt embeddings."""
     for checkpoint in checkpoints_of(output_dir):
         if (checkpoint / RUN_FILE).exists():
             _delete_checkpoint(checkpoint)
@@ -262,7 +267,7 @@ def delete_run(output_dir: str | Path) -> None:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. It stops a run."""
+    """Stops a run: a checkpoint could not be written."""
 
 
 def write_checkpoint(
@@ -271,9 +276,9 @@ def write_checkpoint(
     accelerator: "Accelerator",
     should_save: bool,
     run: dict,
-    *parts: Callable[[Path], Any],
+    *writers: Callable[[Path], Any],
 ) -> None:
-    """Write the parts of a checkpoint aside, and rename it when all ranks are done, or raise on all. Collective."""
+    """Write a checkpoint to a staging folder, and publish it once all ranks are done, or raise on all ranks. Collective."""
     from accelerate.utils import gather_object
     from safetensors import SafetensorError
 
@@ -288,11 +293,11 @@ def write_checkpoint(
         if should_save:
             publish(folder, output_dir, run)
 
-    for part in (begin, *parts, end):
+    for writer in (begin, *writers, end):
         failure = None
         try:
-            part(folder)
-        # A full disk, to Python, to torch and to safetensors
+            writer(folder)
+        # How Python, torch and safetensors report a full disk
         except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
         failures = gather_object([f"process {accelerator.process_index}: {failure!r}"] if failure else [])
@@ -300,54 +305,54 @@ def write_checkpoint(
             if should_save:
                 with suppress(OSError):
                     _restore_replaced(Path(output_dir))
-                if not _replaced(Path(output_dir)):  # else it has the only complete copies
-                    shutil.rmtree(folder.parent, ignore_errors=True)  # frees its space
+                if not _find_replaced(Path(output_dir)):  # otherwise it has the only complete copies
+                    shutil.rmtree(folder.parent, ignore_errors=True)  # to free its space
             raise CheckpointError(
-                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Make "
-                "room and resume (`resume_from_checkpoint=True`)."
+                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Free "
+                "disk space and resume (`resume_from_checkpoint=True`)."
             ) from failure
 
 
 def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
-    """Delete checkpoints beyond a limit, oldest first, but never the best one and the one just written."""
+    """Delete the oldest checkpoints beyond a limit, but never the best one or the one just written."""
     checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
     complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
-    # Of a run that was resumed from an earlier checkpoint, later ones are the oldest. A copied run has other times
-    written = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
-    kept = [written, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
-    later = complete.index(written) + 1
-    kept = list(dict.fromkeys([*kept, *complete[:later][::-1], *complete[later:]]))[: max(limit, len({*kept}))]
+    # After resuming from an earlier checkpoint, checkpoints of later steps are the oldest. Times only tell the newest one,
+    # since a copied run has other times
+    newest = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
+    protected = [newest, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
+    num_earlier = complete.index(newest) + 1
+    by_age = list(dict.fromkeys([*protected, *complete[:num_earlier][::-1], *complete[num_earlier:]]))
+    remaining = by_age[: max(limit, len({*protected}))]
     for checkpoint in checkpoints:
-        if checkpoint not in kept:
+        if checkpoint not in remaining:
             _delete_checkpoint(checkpoint)
 
 
 def round_file(checkpoint: Path, process_index: int) -> Path:
-    """Return the file with a process's samples of an unfinished round."""
+    """Return the file of a process's samples of an unfinished round."""
     return checkpoint / f"rollout_{process_index}.pt"
 
 
 def load_round(checkpoint: Path, process_index: int, device: "torch.device", is_offloaded: bool) -> dict[str, Any]:
-    """Load the steps, advantages and weights of an unfinished round: tensors and numbers, no code."""
+    """Load the steps, advantages and weights of an unfinished round, as tensors and numbers without code."""
     import torch
 
-    # To the device at once, so that tensors shared by the images of a prompt stay shared. In several processes on CPU the
-    # device is called "cpu:0", to which torch does not load
+    # Directly to the device, so that images of a prompt keep sharing tensors. Several processes on the CPU have the device
+    # "cpu:0", which `torch.load` rejects
     location = "cpu" if is_offloaded or device.type == "cpu" else device
     return torch.load(round_file(checkpoint, process_index), map_location=location, weights_only=True)
 
 
 def find_saved_model(folder: Path) -> Path:
-    """Find the newest model of an output directory: itself, or its latest complete checkpoint if that was saved later."""
+    """Find the newest model of an output directory: the directory itself, or its latest complete checkpoint."""
     models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
     models = [*[folder] * _is_complete(folder), *models]
     if not models:
-        raise ValueError(
-            f"'{folder}' has no saved model, or none that is complete. Give the directory of a run or a checkpoint."
-        )
-    return max(models, key=_saved_at)  # the directory itself if it was saved at the same step
+        raise ValueError(f"'{folder}' has no complete saved model. Pass the directory of a run or a checkpoint.")
+    return max(models, key=_saved_at)  # on a tie, the directory itself
 
 
 def _is_complete(folder: Path) -> bool:
@@ -355,7 +360,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> tuple[str, int]:
-    # As recorded: a copy has other dates
+    # From the record, since copies have other file times
     from ..hub.settings import load_settings
 
     card = load_settings(folder)

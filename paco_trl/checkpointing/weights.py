@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Access trained weights, average them, and save them in the formats that users load.
+Access to trained weights, their average, and the formats that users load.
 
-Local weights are a process's partition of each under ZeRO-3, otherwise the full weights.
+Local weights are a process's partitions of the weights under ZeRO-3, otherwise the full weights.
 """
 
 import json
@@ -23,23 +23,24 @@ from torch import nn
 
 
 def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped: nn.Module) -> int:
-    """Return the DeepSpeed stage of a model (1 for 0: both have full masters); 0 without, and before `train()`."""
+    """Return DeepSpeed's ZeRO stage, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return 0 if plugin is None or wrapped is model else max(plugin.zero_stage, 1)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name."""
+    """Return the trained parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @contextmanager
 def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
-    """Raise `ValueError` on every process if a backward leaves a trained, used weight without a gradient."""
-    # By hooks: DeepSpeed takes gradients out of `.grad` as they come
-    parameters, seen = trained_parameters(model), set()
+    """Raise `ValueError` on all processes if the backward pass leaves a trained weight without a gradient."""
+    # With hooks, since DeepSpeed removes gradients from `.grad` as they arrive
+    parameters, names_with_gradient = trained_parameters(model), set()
     handles = [
-        parameter.register_hook(lambda gradient, name=name: seen.add(name)) for name, parameter in parameters.items()
+        parameter.register_hook(lambda gradient, name=name: names_with_gradient.add(name))
+        for name, parameter in parameters.items()
     ]
     try:
         yield
@@ -47,7 +48,7 @@ def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> 
         for handle in handles:
             handle.remove()
     expected = [name for name in parameters if not name.startswith(tuple(f"{layer}." for layer in unused_layers))]
-    missing = gather_object([name for name in expected if name not in seen])
+    missing = gather_object([name for name in expected if name not in names_with_gradient])
     if not missing:
         return
     if isinstance(model, PeftModel):
@@ -59,46 +60,46 @@ def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> 
         for name in missing
     )
     raise ValueError(
-        f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward: the "
-        f"output of their layers reaches no prediction. They would not be trained, and with DDP nothing would be. {remedy} "
+        f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward pass, "
+        f"since their layers do not affect the prediction. They would not be trained, and with DDP nothing would be. {remedy} "
         f"name them in `unused_layers` of the family class (docs/families.md): {', '.join(map(repr, layers))}."
     )
 
 
 def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Return this process's local weights in float32, not copied where that can be avoided; `zero_stage` 0: no engine."""
+    """Return this process's local weights in float32, without a copy if possible. Without an engine, `zero_stage` is 0."""
     parameters = trained_parameters(model)
     if zero_stage == 0:
-        # Under DeepSpeed they are in the compute dtype until the engine exists
+        # Under DeepSpeed, weights are in the compute dtype until the engine exists
         return {name: parameter.detach().float() for name, parameter in parameters.items()}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 
-    read = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
-    masters = {name: read(parameter) for name, parameter in parameters.items()}
-    # An engine that trains in float32 may have no masters besides the weights
+    get_master = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
+    masters = {name: get_master(parameter) for name, parameter in parameters.items()}
+    # An engine that trains in float32 may not have separate masters
     return {name: (parameters[name] if m is None else m).detach().float() for name, m in masters.items()}
 
 
 def gather_weights(
     model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int, keep: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return full weights on the CPU, or nothing unless kept, from the local ones. Collective: call on all ranks."""
+    """Gather full weights on the CPU from local ones, or nothing unless `keep`. Collective: call on all ranks."""
     full = {}
     for name, parameter in trained_parameters(model).items():
         value = local[name]
         if zero_stage == 3:
-            part = value.to(parameter.device)
-            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(parameter.ds_process_group))]
-            dist.all_gather(parts, part, group=parameter.ds_process_group)
-            # The partitions are padded to the same size
-            value = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+            partition = value.to(parameter.device)
+            partitions = [torch.empty_like(partition) for _ in range(dist.get_world_size(parameter.ds_process_group))]
+            dist.all_gather(partitions, partition, group=parameter.ds_process_group)
+            # Partitions are padded to the same size
+            value = torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape)
         if keep:
             full[name] = value.detach().to("cpu", copy=True)
     return full
 
 
 def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> dict[str, torch.Tensor]:
-    """Return this process's local part of full weights: the inverse of [`gather_weights`]."""
+    """Split full weights into this process's local ones, the inverse of [`gather_weights`]."""
     local = {}
     for name, parameter in trained_parameters(model).items():
         value = full[name].to(torch.float32)
@@ -114,11 +115,11 @@ def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: i
 
 @torch.no_grad()
 def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: int) -> None:
-    """Load full weights into the model and into DeepSpeed's masters. Collective: call on all ranks, with all of them."""
-    if different := full.keys() ^ trained_parameters(model).keys():
+    """Load full weights into the model and DeepSpeed's masters. Collective: call on all ranks, with all weights."""
+    if mismatched := full.keys() ^ trained_parameters(model).keys():
         raise ValueError(
-            f"The checkpoint's weights are not those that are trained: {len(different)} are in one alone, such as "
-            f"{min(different)!r}. Give this run the same adapter, or start in another `output_dir`."
+            f"The checkpoint's weights do not match the trained ones: {len(mismatched)} are only in one of them, such as "
+            f"{min(mismatched)!r}. Use the same adapter, or another `output_dir`."
         )
     local = split_weights(model, full, zero_stage)
     _write(model, local, zero_stage)
@@ -126,14 +127,14 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
         return
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    write = safe_set_local_fp32_param if zero_stage == 3 else safe_set_full_fp32_param
+    set_master = safe_set_local_fp32_param if zero_stage == 3 else safe_set_full_fp32_param
     for name, parameter in trained_parameters(model).items():
-        write(parameter, local[name].to(parameter.device))
+        set_master(parameter, local[name].to(parameter.device))
 
 
 @contextmanager
 def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_stage: int) -> Iterator[None]:
-    """Use other local weights in forwards, not in DeepSpeed's masters, and restore the model's own bit-exactly after."""
+    """Run forward passes with other local weights, not DeepSpeed's masters, and restore the old ones bit-exactly."""
     if local is None:
         yield
         return
@@ -146,7 +147,7 @@ def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_st
 
 
 def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Return what forwards read, in the model's dtype: a partition under ZeRO-3, otherwise the parameter."""
+    """Return the tensors that forward passes read, in the model's dtype: partitions under ZeRO-3, or parameters."""
     return {
         name: (parameter.ds_tensor if zero_stage == 3 else parameter).data
         for name, parameter in trained_parameters(model).items()
@@ -156,22 +157,22 @@ def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def _write(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) -> None:
     parameters = trained_parameters(model)
-    gathered = []
+    gathered_parameters = []
     if zero_stage == 3:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        # Small weights stay gathered between forwards and would be stale
-        gathered = [p for p in parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE]
+        # Small weights stay gathered between forward passes, and would be stale
+        gathered_parameters = [p for p in parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE]
     for name, target in _read(model, zero_stage).items():
         target.copy_(local[name])
-    for parameter in gathered:
+    for parameter in gathered_parameters:
         parameter.partition()
-    if gathered:
-        gathered[0].all_gather(param_list=gathered)
+    if gathered_parameters:
+        gathered_parameters[0].all_gather(param_list=gathered_parameters)
 
 
 class EMA:
-    """Average trained weights in float32, starting at the initial ones; each process keeps its local part."""
+    """Exponential moving average of a process's local weights in float32, starting from the initial ones."""
 
     def __init__(self, model: nn.Module, decay: float, zero_stage: int, offload: bool):
         self.model = model
@@ -187,21 +188,21 @@ class EMA:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the average by the current weights; called once for each optimizer step."""
+        """Update the average with the current weights. Call once per optimizer step."""
         weights = local_weights(self.model, self.zero_stage)
-        if self.offload:  # one copy at a time
+        if self.offload:  # copy one weight at a time
             for name, tensor in weights.items():
                 self.average[name].lerp_(tensor.to("cpu"), 1 - self.decay)
         else:
             torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - self.decay)
 
     def state_dict(self, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the full average on the CPU, empty unless kept. Collective: call on all ranks."""
+        """Return the full average on the CPU, empty unless `keep`. Collective: call on all ranks."""
         return gather_weights(self.model, self.average, self.zero_stage, keep)
 
     @torch.no_grad()
     def load_state_dict(self, full: dict[str, torch.Tensor]) -> None:
-        """Replace the average by full weights, on every process."""
+        """Replace the average with full weights, on every process."""
         for name, tensor in split_weights(self.model, full, self.zero_stage).items():
             self.average[name].copy_(tensor)
 
@@ -210,13 +211,14 @@ class EMA:
 
 
 def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Save an adapter for `PeftModel.from_pretrained` and for `load_lora_weights`, which give the same image."""
-    # `save_embedding_layers="auto"` would request from the Hub the base model's vocabulary
-    adapter = model.active_adapter  # without the reference's
+    """Save an adapter for both `PeftModel.from_pretrained` and `load_lora_weights`, which give the same images."""
+    # `save_embedding_layers="auto"` would request the base model's vocabulary from the Hub
+    adapter = model.active_adapter  # not the reference's
     model.save_pretrained(folder, state_dict=state_dict, selected_adapters=[adapter], save_embedding_layers=False)
     lora = get_peft_model_state_dict(model, state_dict=state_dict, save_embedding_layers=False)
     scales = {name: layer.scaling[adapter] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    layers = {}  # with their scale, `lora_alpha / r`: ComfyUI and others read no metadata and scale by 1
+    # Include the scale `lora_alpha / r`, since ComfyUI and others ignore metadata and scale by 1
+    layers = {}
     for name, tensor in lora.items():
         layer, is_up, _ = name.partition(".lora_B.")
         if is_up:
@@ -227,19 +229,19 @@ def save_adapter(model: PeftModel, pipeline, state_dict: dict[str, torch.Tensor]
         "lora_alpha": config.r,
         "alpha_pattern": dict(config.rank_pattern),
         "use_rslora": False,
-        "base_model_name_or_path": None,  # for PEFT's file only; it may be a local path
+        "base_model_name_or_path": None,  # only in PEFT's file, since it may be a local path
     }
-    # Some pipelines have no such method (LongCat-Image in diffusers 0.42); in all that have one it writes the same
+    # Some pipelines lack this method (LongCat-Image in diffusers 0.42); all others write the same file
     save = getattr(pipeline, "save_lora_weights", FluxLoraLoaderMixin.save_lora_weights)
     save(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
 
 
 def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Save a full trained transformer in diffusers' format, in the directory `transformer`, in float32."""
+    """Save a full transformer in diffusers' format and float32, in the directory `transformer`."""
     folder = Path(folder) / "transformer"
     folder.mkdir(parents=True, exist_ok=True)
     transformer.save_config(folder)
-    # diffusers adds where the model was loaded from, which may be a local path
+    # diffusers adds the path that the model was loaded from, which may be local
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
@@ -250,7 +252,7 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
 
 
 def save_trained(model: nn.Module, pipeline, state_dict: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Save trained weights: an adapter, or the full transformer."""
+    """Save trained weights, either as an adapter or as a full transformer."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         save_adapter(model, pipeline, state_dict, folder)

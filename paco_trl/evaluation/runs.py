@@ -128,7 +128,7 @@ def score_records(
 def _score(
     scorer: Any, protocol: str, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
 ) -> list[tuple[float | None, bool]]:
-    """Return the score of each pair, and whether it has no answer: then it is 0 (published protocol) or `None` (comparisons)."""
+    """Return the score of each pair, and whether it has no answer: then it is 0, or `None` for comparisons."""
     scores: list[tuple[float | None, bool]]
     if protocol == "published" and getattr(scorer, "reads_questions", True):
         top_logprobs = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS)

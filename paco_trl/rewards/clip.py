@@ -218,7 +218,7 @@ class PickScoreReward(ClipTReward):
 
 
 class ClipIScorer(ClipEmbedder):
-    """Score pairs by CLIP-I, the cosine of their CLIP embeddings. Arguments are those of [`~paco_trl.rewards.ClipTReward`]."""
+    """Score pairs by CLIP-I, the cosine of their CLIP embeddings. Arguments: see [`~paco_trl.rewards.ClipTReward`]."""
 
     reads_questions = False
 

@@ -345,7 +345,7 @@ class ServedJudge:
             ) from None
 
     async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
-        """Return the patch size; the first call reads it and the training question from the model that the server reports."""
+        """Return the patch size; the first call reads it and the training question from the server's model."""
         async with self._model_lock:
             if not self._has_read_model:
                 await self._read_model(models)
