@@ -128,7 +128,7 @@ class LoadingSpec:
 
     def load(self, device: torch.device | str | None = None) -> DiffusionPipeline:
         """Load the pipeline with its adapter, on a device."""
-        device = torch.device(PartialState().device if device is None else device)
+        execution_device = torch.device(PartialState().device if device is None else device)
         pipeline = self.load_pipeline()
         transformer = getattr(pipeline, "transformer", None)
         if self.adapter is not None:
@@ -137,10 +137,10 @@ class LoadingSpec:
             pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
-        if self.offload and device.type != "cpu":
-            pipeline.turns = Turns(pipeline, device)
+        if self.offload and execution_device.type != "cpu":
+            pipeline.turns = Turns(pipeline, execution_device)
         else:
-            pipeline.to(device)
+            pipeline.to(execution_device)
         return pipeline
 
 
