@@ -391,7 +391,7 @@ class TestGrids:
         ("count", "layout"),
         [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (5, (1, 5)), (6, (2, 3)), (8, (2, 4))],
     )
-    def test_usual_grids(self, count, layout):
+    def test_default_grids(self, count, layout):
         assert default_grid(count) == layout
 
     @pytest.mark.parametrize("height, width, rows, cols", [(1024, 1000, 2, 3), (101, 90, 2, 3), (64, 64, 0, 2)])

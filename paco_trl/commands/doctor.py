@@ -33,7 +33,7 @@ from ..checkpointing.weights import trained_parameters
 from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
-from ..planning.known_models import readable_model
+from ..planning.known_models import resolve_model_configs
 from ..planning.memory import USABLE, format_size
 from ..rewards.weighting import Rewards
 from ..rollout import family_of
@@ -304,7 +304,7 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
         pipeline = state.trainer.pipeline
     else:
         model = state.script_args.model_name_or_path
-        if readable_model(model, str(Path(state.temporary_dir) / "tokenizers")) != model:
+        if resolve_model_configs(model, str(Path(state.temporary_dir) / "tokenizers")) != model:
             return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
         pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
     with truncations_counted(pipeline):  # tokenizers warn of each long text
