@@ -102,10 +102,10 @@ class PaCoGRPOTrainer(RoundTrainer):
     _statistics_class = RatioStatistics
 
     @contextmanager
-    def _generating(self, round: TrainingRound) -> Iterator[Recording]:
+    def _generating(self, training_round: TrainingRound) -> Iterator[Recording]:
         """Place the weights that generate a round, and yield what to record: the stochastic steps."""
         with self.policy.on_device(self._divided_engine):
-            yield Recording(round.sde)
+            yield Recording(training_round.sde)
 
     # ---- Loss ----
 
@@ -167,11 +167,10 @@ class PaCoGRPOTrainer(RoundTrainer):
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
         self.statistics.add_ratio(record, ratio, metrics, weights)
-        is_on_policy = step == self.round.global_step
         is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
-        if is_on_policy and step == self._initial_global_step and is_complete:
+        if self.is_on_policy and step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained)  # image by image, without waiting for the whole step
         if self.accelerator.sync_gradients:
             # A new adapter is zero: what differs in it shows in the next round
             is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-            self._step_metrics = self.statistics.finish(step, is_on_policy, is_early)
+            self._step_metrics = self.statistics.finish(step, self.is_on_policy, is_early)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffusionNFT and AWM: the velocity is trained on noised images that were generated and scored."""
 
-import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,24 +12,15 @@ import torch
 from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
 from ..rewards.scoring import Scores
-from ..rollout import Family, TransformerStep, check_call_at, keyed_generator, predict
+from ..rollout import Family, check_call_at, keyed_generator, predict
 from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
 from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
-from ..utils.paper import AWM_PAPER, NFT_PAPER
+from ..utils.paper import NFT_PAPER
 from ..utils.tensors import to_device
 from .callbacks import AverageCallback
-from .losses import (
-    StepStatistics,
-    add_flow_noise,
-    clipped_surrogate,
-    masked_means,
-    matching_log_prob,
-    nft_loss,
-    nft_old_policy_decay,
-    nft_reward_probability,
-    velocity_error,
-)
+from .losses import StepStatistics, add_flow_noise, masked_means, nft_old_policy_decay, velocity_error
+from .nft_objectives import OBJECTIVES, NoisedStep, Objective
 from .paco_nft_config import PaCoNFTConfig
 from .round_schedule import TrainingRound
 from .round_trainer import RoundTrainer
@@ -40,16 +31,6 @@ OLD_POLICY_WEIGHTS = "old_policy.safetensors"
 # Relative deviation of the trained from the old velocity that is accepted before the first update: 0 in float32, but in
 # bf16 an accelerator may choose other kernels. Dropout or a wrong precision deviate by far more.
 _TOLERANCE = 0.05
-
-
-@dataclass(kw_only=True)
-class NoisedStep(TransformerStep):
-    """Images, noised to one time each: `sample` are their latents."""
-
-    times: torch.Tensor  # (B,)
-    target: torch.Tensor  # (B, ...), velocity of the forward process, float32
-    rollout_velocity: torch.Tensor  # (B, ...), by the weights that generated the images
-    old_policy_velocity: torch.Tensor | None = None  # (B, ...), in AWM, whose old policy does not generate
 
 
 class VelocityStatistics(StepStatistics):
@@ -130,7 +111,7 @@ class PaCoNFTTrainer(RoundTrainer):
         ValueError: As in [`PaCoGRPOTrainer`].
     """
 
-    _tag_names = ["paco-trl", "trl", "paco-nft", "diffusion-nft"]
+    _tag_names = ["paco-trl", "trl", "paco-nft"]
     _name = "PaCo-NFT"
     _paper = NFT_PAPER
     _config_class = PaCoNFTConfig
@@ -146,11 +127,16 @@ class PaCoNFTTrainer(RoundTrainer):
             name = type(self.family).__name__
             raise ValueError(f"{name} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`.")
 
-    # ---- Generation by the old policy ----
+    @cached_property
+    def objective(self) -> Objective:
+        """DiffusionNFT or AWM."""
+        return OBJECTIVES[self.args.loss_type](self.args)
+
+    # ---- Generation, and the old policy ----
 
     @property
     def old_policy(self) -> EMA:
-        """The average that generates in DiffusionNFT and restrains AWM, from the start of `train()`."""
+        """The average of the weights that is the old policy, from the start of `train()`."""
         return self.averages[OLD_POLICY_WEIGHTS]
 
     def _add_callbacks(self) -> None:
@@ -159,24 +145,22 @@ class PaCoNFTTrainer(RoundTrainer):
         super()._add_callbacks()
 
     @contextmanager
-    def _generating(self, round: TrainingRound) -> Iterator[Recording]:
-        """Place the weights that generate a round: of the old policy in DiffusionNFT, and those in training in AWM."""
-        is_old = self.args.loss_type == "nft"
-        old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage) if is_old else nullcontext()
-        with old_policy, self.policy.on_device(self._divided_engine):
-            # No stochastic step is recorded, but the images' latents, which are noised to each trained time
+    def _generating(self, training_round: TrainingRound) -> Iterator[Recording]:
+        """Place the weights that generate a round, and yield what to record: the images' latents, to be noised."""
+        weights = self.old_policy.average if self.objective.old_policy_generates else None
+        with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._divided_engine):
             yield Recording(last_step=True, finish=self._noise)
 
-    def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
-        """Generate and score batches, and in AWM predict the old policy's velocities, which its loss is restrained by."""
-        scores = super()._roll_out(round, batches)
-        if self.args.loss_type == "awm" and self.args.keeps_old_policy:
-            # It stays the same until the end of the round
-            old_policy = use_weights(self.model, self.old_policy.average, self.zero_stage)
-            with old_policy, self.policy.on_device(self._divided_engine), torch.no_grad():
-                steps: Iterator[Any] = itertools.chain.from_iterable(batch.steps for batch in batches)
-                for step in steps:
-                    step.old_policy_velocity = self.policy.predict(self.model, step.to(self.accelerator.device))
+    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
+        """Generate and score batches, and predict the velocities of an old policy that the loss compares with."""
+        scores = super()._roll_out(training_round, batches)
+        if self.objective.old_policy_is_in_loss:
+            # Once for all optimizer steps of the round, at whose end it moves
+            weights, device = self.old_policy.average, self.accelerator.device
+            with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._divided_engine):
+                with torch.no_grad():
+                    for step in (step for batch in batches for step in batch.steps):
+                        step.old_policy_velocity = self.policy.predict(self.model, step.to(device))
         return scores
 
     def _noise(self, batch: Batch) -> None:
@@ -206,57 +190,31 @@ class PaCoNFTTrainer(RoundTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the objective of one micro-batch, at one time for each image."""
-        args, record, weights = self.args, inputs["record"], inputs["weights"]
+        record, weights = inputs["record"], inputs["weights"]
         velocity, ref_velocity = self._velocities(model, record)  # (B, ...)
-        values: dict[str, torch.Tensor] = {}
-        if args.loss_type == "awm":
-            loss, values = self._matching_loss(velocity, record, inputs["advantages"])  # (B,)
-        else:
-            probability = nft_reward_probability(inputs["advantages"], args.advantage_clip)  # (B,)
-            loss = nft_loss(velocity, record.rollout_velocity, record.target, probability, args.nft_beta, record.times)
+        loss, metrics = self.objective.loss(velocity, record, inputs["advantages"])  # (B,)
         if ref_velocity is not None:
             kl = velocity_error(velocity.float(), ref_velocity.float())
             loss = loss + self.beta * kl
-            values["kl"] = kl
-        self.statistics.add_velocity(velocity, record.rollout_velocity.float(), values, weights)
+            metrics["kl"] = kl
+        self.statistics.add_velocity(velocity, record.rollout_velocity.float(), metrics, weights)
         if self.accelerator.sync_gradients:
             step = self.state.global_step
-            # In DiffusionNFT the old policy generates; it equals the trained one only at step 0
-            is_on_policy = step == self.round.global_step and (args.loss_type == "awm" or step == 0)
+            # An old policy that generates equals the trained one only at step 0
+            is_on_policy = self.is_on_policy and (step == 0 or not self.objective.old_policy_generates)
             self._step_metrics = self.statistics.finish(step, is_on_policy)
-            if args.keeps_old_policy:
+            if self.args.keeps_old_policy:
                 self._step_metrics["old_policy_decay"] = self.old_policy.decay
         return (loss * weights).sum() * self.accelerator.num_processes
 
-    def _matching_loss(self, velocity: torch.Tensor, record: Any, advantages: torch.Tensor) -> tuple:
-        """Compute AWM's objective of each image, and the values to log by name."""
-        args = self.args
-        log_prob = matching_log_prob(velocity, record.target, record.times, args.awm_weighting)
-        old_log_prob = matching_log_prob(record.rollout_velocity, record.target, record.times, args.awm_weighting)
-        # As for DiffusionNFT's probability, and in the published code, advantages are scaled to [-1, 1]
-        surrogate = clipped_surrogate(
-            log_prob, old_log_prob, advantages / args.advantage_clip, self.epsilon_low, self.epsilon_high
-        )
-        low, high, loss = surrogate.is_low_clipped, surrogate.is_high_clipped, surrogate.loss.float()
-        values = {
-            "clip_ratio/low_mean": low,
-            "clip_ratio/high_mean": high,
-            "clip_ratio/region_mean": low | high,
-            "approx_kl": (log_prob - old_log_prob) ** 2 / 2,
-        }
-        if args.keeps_old_policy:
-            values["old_policy_deviation"] = velocity_error(velocity.float(), record.old_policy_velocity.float())
-            loss = loss + args.old_policy_beta * values["old_policy_deviation"]
-        return loss, values
-
     def _model_card(self, *args, **kwargs) -> ImageModelCard:
-        """Fill in the card, with times in place of stochastic steps and, for DiffusionNFT, without a clipped ratio."""
+        """Fill in the card of the objective, whose settings have times in place of stochastic steps."""
         card: Any = super()._model_card(*args, **kwargs)
-        args, unused = self.args, (*UNUSED_FIELDS, *UNUSED_WITH[self.args.loss_type], "loss_type")
-        names = ("nft_beta",) if args.loss_type == "nft" else ("awm_weighting", "old_policy_beta")
+        objective, tags = self.objective, self._tag_names
+        unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.args.loss_type], "loss_type")
         settings = {name: value for name, value in card.settings.items() if name not in unused}
-        settings |= {"num_trained_steps": args.num_trained_steps, **{name: getattr(args, name) for name in names}}
-        if args.loss_type == "nft":
-            return replace(card, method="DiffusionNFT", settings=settings)
-        tags = ["awm" if tag == "diffusion-nft" else tag for tag in card.tags]
-        return replace(card, method="AWM", paper=AWM_PAPER, tags=tags, settings=settings)
+        settings |= {name: getattr(self.args, name) for name in ("num_trained_steps", *objective.options)}
+        return replace(
+            card, method=objective.method, paper=objective.paper, tags=[*tags, objective.tag, *card.tags[len(tags) :]],
+            settings=settings,
+        )  # fmt: skip

@@ -209,7 +209,7 @@ class TrainingRound(Round):
         super().__init__(rows, row_numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
         self.index, self.plan, self.sde, self.global_step = index, plan, schedule.sde(index), global_step
         self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
-        self.local_batches = self.batches[process_index]
+        self.process_index, self.local_batches = process_index, self.batches[process_index]
         self.micro_batches: list[Batch] = []
         self.num_trained: list[float] = []
         self.metrics: dict[str, float] = {}
@@ -247,6 +247,29 @@ class TrainingRound(Round):
         for batch in self.local_batches:
             self.micro_batches += batch.split(self.plan.num_merged_batches, family)
             batch.steps = []  # which may be copies by now
+
+    def replace_groups(self, groups: list[int], unused_row_numbers: list[int]) -> set[int]:
+        """Put unused rows of the same size and number of images in the place of groups; return the groups that have new ones."""
+        replaced = set()
+        for group in groups:
+            expected = self._shape(self.row_numbers[group])
+            row_number = next((number for number in unused_row_numbers if self._shape(number) == expected), None)
+            if row_number is not None:
+                unused_row_numbers.remove(row_number)
+                self.replace(group, row_number)
+                replaced.add(group)
+        return replaced
+
+    def _shape(self, row_number: int) -> tuple[tuple[int, int], int]:
+        """Return size and number of the images of a row."""
+        return self.sizes[row_number], self.rows.lengths[row_number]
+
+    def batches_of(self, groups: set[int]) -> list[Batch]:
+        """Return this process's batches of some groups, and fillers, so that every process generates as many."""
+        by_process = [[batch for batch in mine if batch.groups & groups] for mine in self.batches]
+        filler = next(batch for mine in by_process for batch in mine).without_completions()
+        local = by_process[self.process_index]
+        return local + [filler] * (max(map(len, by_process)) - len(local))
 
     def micro_step(self, position: int) -> tuple[Batch, TransformerStep, bool]:
         """Return a micro-batch, one of its steps, and whether the optimizer step trains no image."""

@@ -115,7 +115,6 @@ logger = get_logger(__name__)
 
 # Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
 ROUNDS_AHEAD = 8
-_NO_ROUND = cast(TrainingRound, None)  # until the first micro-step
 
 
 class RoundTrainer(ResumesExactly, GRPOTrainer):
@@ -235,7 +234,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity)
         self.statistics: Any = self._statistics_class(self.accelerator, args)
-        self.round = _NO_ROUND
+        self.round: TrainingRound | None = None  # until the first micro-step
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
         self._step_metrics: dict[str, float] = {}
@@ -367,7 +366,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         # What an earlier `train()` has left
-        self.statistics.rows, self.round, self.averages = [], _NO_ROUND, {}
+        self.statistics.rows, self.round, self.averages = [], None, {}
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         with self._resumable(checkpoint):
             try:
@@ -438,7 +437,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
                     f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
                     "they are generated again, with the current weights."
                 )
-            started, self.round = time.perf_counter(), _NO_ROUND  # frees the old round before the new one is generated
+            started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
             self.round = self._generate_and_score_completions(index)
             self.round.seconds = time.perf_counter() - started
             self._generation_time += self.round.seconds
@@ -457,36 +456,42 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         }
 
     @property
-    def is_round_pending(self) -> bool:
-        """Whether the current round has optimizer steps left."""
-        return self.round is not None and self.state.global_step % self.schedule.optimizer_steps_per_round != 0
+    def pending_round(self) -> TrainingRound | None:
+        """The current round, if it has optimizer steps left."""
+        is_pending = self.state.global_step % self.schedule.optimizer_steps_per_round != 0
+        return self.round if is_pending else None
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the weights have not been updated since the current round began."""
+        return self.round is not None and self.state.global_step == self.round.global_step
 
     def _plan_round(self, index: int) -> TrainingRound:
         """Return a round that is not generated yet."""
         process = self.accelerator.process_index
         return TrainingRound(self.schedule, self.train_rows, index, process, self.state.global_step)
 
-    def _encode(self, round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
+    def _encode(self, training_round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
         """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
-        row_numbers, scale = round.row_numbers_of(batches or round.local_batches), self.args.resolution_scale
-        following = range(round.index + 1, min(round.index + ROUNDS_AHEAD, self._num_rounds))
-        rounds = map(self._plan_round, following)
-        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.local_batches) for later in rounds)
+        index, scale = training_round.index, self.args.resolution_scale
+        row_numbers = training_round.row_numbers_of(batches or training_round.local_batches)
+        following = map(self._plan_round, range(index + 1, min(index + ROUNDS_AHEAD, self._num_rounds)))
+        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.local_batches) for later in following)
         self.policy.encoder.encode(self.train_rows, row_numbers, scale, ahead)
-        return self.policy.encoder.fetch(round, row_numbers, scale)
+        return self.policy.encoder.fetch(training_round, row_numbers, scale)
 
     def _generate_and_score_completions(self, index: int) -> TrainingRound:
-        """Plan a round, roll it out while it is scored, and compare its completions: advantage and weight of each sample."""
+        """Generate and score a round, and compare its completions: each sample gets an advantage and a weight."""
         args, generations = self.args, self.num_generations
-        round = self._plan_round(index)
-        scores = self._roll_out(round, round.local_batches)
-        num_resampled = self._resample(round, scores) if args.max_resample_times else 0
+        training_round = self._plan_round(index)
+        scores = self._roll_out(training_round, training_round.local_batches)
+        num_resampled = self._resample(training_round, scores) if args.max_resample_times else 0
 
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
         # As in TRL, the sum of normalized rewards is scaled over the batch
         scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards
         advantages, is_valid, has_spread = group_advantages(aggregated, generations, scale, args.advantage_clip)
-        self._check_scores(round, scores, is_valid)
+        self._check_scores(training_round, scores, is_valid)
         total = self.rewards.total(scores.rewards, generations)
         is_informative = self._is_informative(total)
         is_trained = is_valid & is_informative.repeat_interleave(generations)
@@ -495,9 +500,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
                 f"In round {index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
                 f"{args.max_reward_mean} leave out every prompt that has rewards: its steps change nothing."
             )
-        round.weigh(advantages, is_trained, self.family)
+        training_round.weigh(advantages, is_trained, self.family)
 
-        round.metrics |= {
+        training_round.metrics |= {
             **scores.metrics,
             **self.rewards.metrics(scores.rewards, total, details),
             "frac_reward_zero_std": 1 - has_spread.float().mean().item(),
@@ -506,86 +511,73 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             "frac_groups_uninformative": 1 - is_informative.float().mean().item(),
             "prompts_resampled": num_resampled,
         }
-        self._call_event("on_round_end", round=round, scores=scores, advantages=advantages)
-        for completion in round.completions:
+        self._call_event("on_round_end", round=training_round, scores=scores, advantages=advantages)
+        for completion in training_round.completions:
             completion.image = None
-        return round
+        return training_round
 
-    def _roll_out(self, round: TrainingRound, batches: list[Batch]) -> Scores:
+    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
         """Generate batches of a round, and score their completions meanwhile. Collective: call on all ranks."""
         started, args = time.perf_counter(), self.args
-        encoded = self._encode(round, batches)
+        encoded = self._encode(training_round, batches)
         encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
+        progress = None if is_hidden else f"Round {training_round.index}: generating"
         started = time.perf_counter()
         # The rewards that are left are computed when the VAE has left the accelerator, and gathered weights
-        with self.scorer.scoring(round, self.state) as scoring:
-            with self._generating(round) as recording:
+        with self.scorer.scoring(training_round, self.state) as scoring:
+            with self._generating(training_round) as recording:
                 for finished in self.policy.rollout(
-                    round, batches, args.num_inference_steps, encoded=encoded,
-                    progress=None if is_hidden else f"Round {round.index}: generating", recording=recording,
+                    training_round, batches, args.num_inference_steps, encoded=encoded, progress=progress,
+                    recording=recording,
                 ):  # fmt: skip
                     scoring.add(finished)
             rollout_time = time.perf_counter() - started
-        round.metrics = {  # those of the first attempt stay where prompts are resampled
+        training_round.metrics = {  # those of the first attempt stay where prompts are resampled
             "time/encode": encode_time,
             "time/rollout": rollout_time,
             "time/resample": 0.0,
             "time/reward": scoring.scores.wait_seconds,
             "time/reward_hidden": scoring.scores.hidden_seconds,
             "rollout_images_per_second": self.round_plan.num_images / rollout_time,
-        } | round.metrics
+        } | training_round.metrics
         return scoring.scores
 
-    def _generating(self, round: TrainingRound) -> AbstractContextManager[Recording]:
+    def _generating(self, training_round: TrainingRound) -> AbstractContextManager[Recording]:
         """Place the weights that generate a round, and yield what to record."""
         raise NotImplementedError
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
-        """Tell which prompts of a round are trained, of the sums of rewards of its images."""
+        """Tell which prompts of a round are trained, by the summed rewards of its images."""
         return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
 
-    def _check_scores(self, round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
+    def _check_scores(self, training_round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
         """Stop where too many rewards are missing, and warn of rewards that are constant in the first round."""
-        where = f"round {round.index}"
+        where = f"round {training_round.index}"
         check_failures(self.rewards, scores.rewards, is_valid, self.args, where)
         if not self._is_warned_of_constants:
             warn_of_constant_rewards(self.rewards, scores.rewards, self.num_generations, where)
             self._is_warned_of_constants = True
 
-    def _resample(self, round: TrainingRound, scores: Scores) -> int:
-        """Replace prompts that teach nothing by others, generate and score these, and return their number."""
-        started, rank, count = time.perf_counter(), self.accelerator.process_index, 0
-        sizes = list(zip(self.train_rows.training_sizes, self.schedule.lengths.tolist(), strict=True))
-        other_row_numbers = self.schedule.other_row_numbers(round.index)
+    def _resample(self, training_round: TrainingRound, scores: Scores) -> int:
+        """Replace prompts that teach nothing, generate and score the new ones, and return their number."""
+        started, num_resampled = time.perf_counter(), 0
+        unused_row_numbers = self.schedule.other_row_numbers(training_round.index)
         for _ in range(self.args.max_resample_times):
-            replaced = set()
-            # One that lacks rewards stays: failures are counted, and may stop the run
-            is_missing = (
-                torch.isnan(scores.rewards[:, self.rewards.excludes_if_missing])
-                .view(len(round.row_numbers), -1)
-                .any(dim=1)
-            )
-            total = self.rewards.total(scores.rewards, self.num_generations)
-            for group in (~self._is_informative(total) & ~is_missing).nonzero().flatten().tolist():
-                size = sizes[round.row_numbers[group]]
-                if candidates := [row_number for row_number in other_row_numbers if sizes[row_number] == size]:
-                    other_row_numbers.remove(candidates[0])
-                    round.replace(group, candidates[0])
-                    replaced.add(group)
+            # A prompt that lacks rewards stays: failures are counted, and may stop the run
+            is_missing = torch.isnan(scores.rewards[:, self.rewards.excludes_if_missing])
+            is_missing = is_missing.view(len(training_round.row_numbers), -1).any(dim=1)  # (prompts,)
+            is_informative = self._is_informative(self.rewards.total(scores.rewards, self.num_generations))
+            groups = (~is_informative & ~is_missing).nonzero().flatten().tolist()
+            replaced = training_round.replace_groups(groups, unused_row_numbers)
             if not replaced:
                 break
-            count += len(replaced)
-            new = [[batch for batch in mine if batch.groups & replaced] for mine in round.batches]
-            # Every process generates as many batches: one that has fewer repeats another's, which then is of no completion
-            spare = next(batch for mine in new for batch in mine).without_completions()
-            batches = new[rank] + [spare] * (max(map(len, new)) - len(new[rank]))
-            completion_numbers = [
-                completion.number for completion in round.completions if completion.group in replaced
-            ]
-            scores.replace(completion_numbers, self._roll_out(round, batches))
-        round.metrics["time/resample"] = time.perf_counter() - started
-        return count
+            num_resampled += len(replaced)
+            new_scores = self._roll_out(training_round, training_round.batches_of(replaced))
+            completions = [completion for completion in training_round.completions if completion.group in replaced]
+            scores.replace([completion.number for completion in completions], new_scores)
+        training_round.metrics["time/resample"] = time.perf_counter() - started
+        return num_resampled
 
     @property
     def _divided_engine(self) -> nn.Module | None:
@@ -616,7 +608,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             group["lr"] = rate
         self._is_first_backward = False
         self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and self.round is not None:
             round_time = self.round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
             times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
             for name, value in {**self.round.metrics, **self._step_metrics, **times}.items():
@@ -726,7 +718,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     # ---- Checkpoints ----
 
     def _run_record(self) -> dict[str, Any]:
-        return super()._run_record() | {"is_round_pending": self.is_round_pending}
+        return super()._run_record() | {"is_round_pending": self.pending_round is not None}
 
     def _write_weights(self, folder: Path) -> None:
         keep, ema = self.args.should_save, self.ema
@@ -750,8 +742,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _write_state(self, folder: Path) -> None:
         super()._write_state(folder)
-        if self.is_round_pending:
-            torch.save(self.round.state_dict(), round_file(folder, self.accelerator.process_index))
+        if (pending := self.pending_round) is not None:
+            torch.save(pending.state_dict(), round_file(folder, self.accelerator.process_index))
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""
