@@ -3,12 +3,13 @@
 
 import logging
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 
 from ..rollout import RecordedStep, sde_step, step_std
+from .paco_grpo_config import PaCoGRPOConfig
 
 
 logger = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ def nft_old_policy_decay(step: int, rate: float = 0.001, maximum: float = 0.5) -
 class StepStatistics:
     """Collect statistics of an optimizer step's images (B,) over its micro-steps, and gather them once."""
 
-    def __init__(self, accelerator: Accelerator, args: Any):  # PaCoGRPOConfig
+    def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         self.accelerator, self.args = accelerator, args
         self.rows: list[torch.Tensor] = []  # one for each micro-step of the optimizer step
         self._names: list[str] = []
@@ -288,7 +289,7 @@ def masked_means(columns: dict[str, torch.Tensor], is_valid: torch.Tensor) -> di
 class RatioStatistics(StepStatistics):
     """Collect ratios and the metrics logged with them, and check that a ratio is 1 before the first update on its round."""
 
-    def __init__(self, accelerator: Accelerator, args: Any):
+    def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         super().__init__(accelerator, args)
         # Where the policy would be clipped before its first update. Kernels that round differently reach an eighth of it
         # (FLUX at 512 pixels, bf16), and a wrong replay a hundred times as much as they do

@@ -28,7 +28,7 @@ from .config_utils import (
     name_checkpointing,
     whole_numbers_of,
 )
-from .round_schedule import RoundPlan
+from .round_plan import RoundPlan
 
 
 logger = get_logger(__name__)

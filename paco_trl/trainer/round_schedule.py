@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounds of a training run: their sizes, rows and stochastic steps, and what each process trains of them."""
+"""The rounds of a training run: their rows and stochastic steps, and what each process trains of them."""
 
 import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,89 +13,12 @@ from accelerate.utils import send_to_device
 
 from ..rollout import Family, SDESettings, TransformerStep
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round, Sample
+from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
+from .paco_grpo_config import PaCoGRPOConfig
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundPlan:
-    """Divide a generation round over processes, micro-batches and optimizer steps."""
-
-    num_prompts: int
-    num_generations: int
-    batch_size: int
-    num_processes: int
-    num_trained_steps: int  # denoising steps, or times, at which each image is trained
-    num_optimizer_steps: int  # in each iteration over the round
-    num_merged_batches: int = 1  # micro-batches that are generated as one batch
-
-    @cached_property
-    def num_images(self) -> int:
-        """Images of a round over all processes (`generation_batch_size`)."""
-        return self.num_prompts * self.num_generations
-
-    @cached_property
-    def rollout_batch_size(self) -> int:
-        """Images that a process generates at a time."""
-        return self.batch_size * self.num_merged_batches
-
-    @property
-    def rollout_batch_option(self) -> str:
-        """Name of the option that sets it."""
-        return f"per_device_{'rollout' if self.num_merged_batches > 1 else 'train'}_batch_size"
-
-    @cached_property
-    def micro_batches_per_process(self) -> int:
-        """Micro-batches of images that one process trains in a round."""
-        return self.num_images // (self.num_processes * self.batch_size)
-
-    @cached_property
-    def steps_per_generation(self) -> int:
-        """Training micro-steps of one process in a round: a micro-batch of images for each trained step."""
-        return self.micro_batches_per_process * self.num_trained_steps
-
-    @cached_property
-    def gradient_accumulation_steps(self) -> int:
-        """Training micro-steps of one process for each optimizer step."""
-        return self.steps_per_generation // self.num_optimizer_steps
-
-    def describe(self) -> str:
-        """Format the arithmetic as one line."""
-        merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged_batches > 1 else ""
-        return (
-            f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
-            f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}"
-            f"{merged}, {self.num_trained_steps} trained step(s) for each image; {self.num_optimizer_steps} optimizer "
-            f"step(s) a round with {self.gradient_accumulation_steps} accumulation steps: effective batch "
-            f"{self.num_images // self.num_optimizer_steps} images."
-        )
-
-    def deal(self, samples: list[Sample], permutation_seed: tuple[int, ...]) -> list[list[Batch]]:
-        """Deal the samples of a round: batches of one size for each process, in the order in which they are trained."""
-        # 1. Group samples by size; within a size the prompts keep the order in which they were sampled
-        by_size = sorted(samples, key=lambda sample: sample.size)
-        size = self.rollout_batch_size
-        batches = [Batch(by_size[first : first + size]) for first in range(0, len(by_size), size)]
-        sizes = [{sample.size for sample in batch.samples} for batch in batches]
-        mixed = next((batch_sizes for batch_sizes in sizes if len(batch_sizes) > 1), None)
-        if mixed is not None:
-            raise ValueError(
-                f"A batch of {size} would hold sizes {sorted(mixed)}: with several in a dataset, "
-                f"`{self.rollout_batch_option}` must divide `num_generations` ({self.num_generations})."
-            )
-
-        # 2. Shuffle batches into optimizer steps, independently of the number of processes. Within a step order
-        # them by size, so that the processes work on equal sizes at a time
-        order = np.random.default_rng(permutation_seed).permutation(len(batches))
-        per_step = order.reshape(self.num_optimizer_steps, -1)
-        in_order = [sorted(step, key=lambda i: batches[i].samples[0].size) for step in per_step.tolist()]
-
-        # 3. Batch i goes to process i mod num_processes
-        dealt = [batches[i] for step in in_order for i in step]
-        return [dealt[process :: self.num_processes] for process in range(self.num_processes)]
 
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
@@ -117,7 +39,7 @@ class RoundSchedule:
     `lengths` has the number of prompts of each row: of a set of separate images, one for each panel.
     """
 
-    def __init__(self, args: Any, lengths: Sequence[int]):  # PaCoGRPOConfig, which imports this module
+    def __init__(self, args: PaCoGRPOConfig, lengths: Sequence[int]):
         self.args, self.plan, self.lengths, self.num_rows = args, args.round_plan, np.array(lengths), len(lengths)
         self.rows_per_round = rows_per_round(self.lengths, self.plan.num_prompts)
         if not self.rows_per_round:
