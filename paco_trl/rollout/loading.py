@@ -611,12 +611,6 @@ def load_transformer_adapter(
     return model
 
 
-def adapter_is_new(weights: dict[str, torch.Tensor]) -> bool:
-    """Return whether every LoRA `B` is 0: the model still is its base model. `False` without an adapter."""
-    matrices = [weight for name, weight in weights.items() if ".lora_B." in name]
-    return bool(matrices) and not torch.stack([matrix.any() for matrix in matrices]).any()
-
-
 def check_lora_start(peft_config: LoraConfig) -> None:
     """Refuse a scale of 0, with which no weight has a gradient, and initial weights that also change the base weights."""
     if peft_config.lora_alpha == 0:

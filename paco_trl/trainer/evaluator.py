@@ -6,8 +6,8 @@ import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
+from peft import PeftModel
 from PIL import Image
 from torch import nn
 from transformers import TrainerState
 
+from ..checkpointing.weights import local_weights, use_weights
 from ..data.columns import check_is_dataset
 from ..evaluation import bootstrap_interval, grid_artifact_score
 from ..plots.contact_sheet import MAX_IMAGES, MAX_PROMPTS, thumbnail
@@ -56,47 +58,100 @@ class Evaluation:
     pictures: dict[int, Image.Image] = field(default_factory=dict)  # thumbnails by image number, on the main process
 
 
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run: it is evaluated with its averaged weights, and as it was before training."""
+
+    model: nn.Module
+    average: dict[str, torch.Tensor] | None  # of the weights, this process's part of it; `None` without `ema_decay`
+    zero_stage: int
+    engine: nn.Module | None  # of ZeRO-3, whose weights are gathered for generation
+    state: TrainerState
+    is_resumed: bool
+
+    def with_average(self) -> AbstractContextManager:
+        """Return the context in which the model has its averaged weights, if there is an average."""
+        return use_weights(self.model, self.average, self.zero_stage)
+
+    def without_training(self) -> AbstractContextManager | None:
+        """Return the context in which the model is its base model, or `None` if those weights are gone."""
+        if isinstance(self.model, PeftModel):
+            return self.model.disable_adapter()
+        if self.state.global_step == 0:
+            return nullcontext()
+        logger.warning(
+            "All weights are trained, and the evaluation prompts were not generated before training: there is "
+            "no baseline to compare with. Set `eval_on_start=True`, or `eval_strategy`."
+        )
+        return None
+
+    def has_zero_adapter(self, accelerator: Accelerator) -> bool:
+        """Return whether the adapter changes nothing yet: whether every LoRA `B` is 0. Collective: call on all ranks."""
+        is_zero = _is_zero_adapter(local_weights(self.model, self.zero_stage))
+        is_zero = is_zero and (self.average is None or _is_zero_adapter(self.average))
+        verdict = torch.tensor([float(is_zero)], device=accelerator.device)
+        return accelerator.gather(verdict).min().item() == 1.0
+
+
+def _is_zero_adapter(weights: dict[str, torch.Tensor]) -> bool:
+    matrices = [weight for name, weight in weights.items() if ".lora_B." in name]
+    return bool(matrices) and not torch.stack([matrix.any() for matrix in matrices]).any()
+
+
 class Evaluator:
-    """Generate prompts with the current weights, score them, and keep the scores of the untrained model."""
+    """Generate prompts with a model in training, score them, and keep the scores that it had before training."""
 
     def __init__(
         self,
         policy: Policy,
         scorer: RewardScorer,
         args: PaCoGRPOConfig,
-        rows: Sequence[PromptRows] = (),
-        identity: dict[str, Any] | None = None,
+        rows: Sequence[PromptRows],
+        fingerprints: dict[str, str],
     ):
         self.policy, self.scorer, self.rewards, self.args = policy, scorer, scorer.rewards, args
-        self.weights = (identity or {}).get("weights")
+        self.fingerprints = fingerprints  # of the loaded weights, by component
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 
     def rows_of(self, dataset: Dataset) -> PromptRows:
         """Read a dataset's rows, once for the trainer's own."""
         check_is_dataset(dataset, "eval_dataset")
-        known = (rows for rows in self._rows if rows.original_dataset is dataset)
-        rows = next(known, None) or PromptRows(dataset, self.args, "the evaluation dataset")
+        read = (rows for rows in self._rows if rows.original_dataset is dataset)
+        rows = next(read, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.measure(self.policy.pipeline, self.policy.family)
 
-    def evaluate(
-        self, rows: PromptRows, description: str, state: TrainerState, engine: nn.Module | None = None
-    ) -> Evaluation:
+    def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation, Evaluation | None]:
+        """
+        Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all ranks.
+
+        Both are one evaluation as long as nothing is trained: the same weights and noise give the same images.
+        """
+        before, is_new = self.baseline(rows, name, trained)
+        # The untrained weights of full fine-tuning are those at the start; an adapter may continue a trained one
+        is_start = is_new and trained.state.global_step == 0 and not isinstance(trained.model, PeftModel)
+        if before is not None and (is_start or trained.has_zero_adapter(self.policy.accelerator)):
+            return before, before
+        with trained.with_average():
+            return self._evaluate(rows, "Evaluating", trained), before
+
+    def _evaluate(self, rows: PromptRows, description: str, trained: TrainedModel) -> Evaluation:
         """
         Generate and score all rows at their inference size. Collective: call on all ranks.
 
-        The noise of an image depends on the seed, its row and its number. `engine` is passed to [`Policy.on_device`].
+        The noise of an image depends on the seed, its row and its number.
         """
         args, policy, accelerator = self.args, self.policy, self.policy.accelerator
         generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)
         self.rewards.check_group_size(generations, "num_generations_eval")
-        round = self._plan_round(rows)
-        local_batches = round.batches[accelerator.process_index]
+        eval_round = self._plan_round(rows)
+        local_batches = eval_round.batches[accelerator.process_index]
         artifacts, pictures, measured = [], [], []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        policy.encoder.encode(rows, round.row_numbers_of(local_batches)[:ROWS_AHEAD])
-        with self.scorer.scoring(round, state) as scoring, policy.on_device(engine):
-            for finished in policy.rollout(round, local_batches, args.num_inference_steps_eval, progress=progress):
+        policy.encoder.encode(rows, eval_round.row_numbers_of(local_batches)[:ROWS_AHEAD])
+        num_steps = args.num_inference_steps_eval
+        with self.scorer.scoring(eval_round, trained.state) as scoring, policy.on_device(trained.engine):
+            for finished in policy.rollout(eval_round, local_batches, num_steps, progress=progress):
                 scoring.add(finished)
                 measured += measure_images(finished)
                 for done in finished:
@@ -109,48 +164,42 @@ class Evaluator:
         logged = scores.metrics | image_metrics(measured, generations)
         by_number = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_number.items())], dtype=torch.float64)
-        total_scores, shown = self.rewards.total(scores.rewards), dict(gather_object(pictures))
-        return Evaluation(scores.rewards, total_scores, all_artifacts, scores.extra, logged, shown)
+        total, thumbnails = self.rewards.total(scores.rewards), dict(gather_object(pictures))
+        return Evaluation(scores.rewards, total, all_artifacts, scores.extra, logged, thumbnails)
 
     def _plan_round(self, rows: PromptRows) -> Round:
         """Return the round of an evaluation, with as many batches for each process, as ZeRO-3 requires."""
         args, family, processes = self.args, self.policy.family, self.policy.accelerator.num_processes
         key = (args.seed, STREAMS["evaluation"], 0)
-        round = Round(rows, range(len(rows)), args.num_generations_eval, key, rows.inference_sizes)
+        eval_round = Round(rows, range(len(rows)), args.num_generations_eval, key, rows.inference_sizes)
         # A batch crosses prompts where one call of the pipeline can generate it
         crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
         groups: dict[Any, list[tuple[int, Sample]]] = defaultdict(list)
-        for position, sample in enumerate(round.samples):
+        for position, sample in enumerate(eval_round.samples):
             groups[sample.size if crosses else sample.prompt_number].append((position, sample))
         size = args.per_device_eval_batch_size
         batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
         dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]
         padding = [dealt[index % len(dealt)].without_completions() for index in range(-len(dealt) % processes)]
-        round.batches = [[*dealt, *padding][process::processes] for process in range(processes)]
-        return round
+        eval_round.batches = [[*dealt, *padding][process::processes] for process in range(processes)]
+        return eval_round
 
-    def baseline(
-        self,
-        rows: PromptRows,
-        name: str,
-        state: TrainerState,
-        untrained: Callable[[], AbstractContextManager | None],
-        may_load: bool,
-        engine: nn.Module | None = None,
-    ) -> tuple[Evaluation | None, bool]:
-        """Evaluate the untrained model once in a run; also return whether this call generated it."""
+    def baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation | None, bool]:
+        """Evaluate the untrained model once in a run, with `eval_baseline`; also return whether this call generated it."""
+        if not self.args.eval_baseline:
+            return None, False
         key = self.baseline_key(rows)
         if key in self._baselines:
             return self._baselines[key], False
         path = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline.pt"
-        baseline = load_baseline(path, key) if may_load else None
+        baseline = load_baseline(path, key) if trained.is_resumed else None
         is_new = baseline is None
         if baseline is None:
-            if (weights := untrained()) is None:
+            if (untrained := trained.without_training()) is None:
                 return None, False
             # A resumed run, which loads the baseline instead, must have the same random state
-            with weights, preserve_rng_state(self.policy.accelerator.device):
-                baseline = self.evaluate(rows, "Generating the baseline", state, engine)
+            with untrained, preserve_rng_state(self.policy.accelerator.device):
+                baseline = self._evaluate(rows, "Generating the baseline", trained)
             if self.policy.accelerator.is_main_process:
                 save_baseline(path, key, baseline)
         self._baselines[key] = baseline
@@ -159,7 +208,7 @@ class Evaluator:
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
         settings = [
-            self.weights, describe(self.policy.family), evaluation_settings(self.args),
+            self.fingerprints, describe(self.policy.family), evaluation_settings(self.args),
             list(self.rewards.descriptions.items()), rows.inference_sizes, describe(rows.dataset),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:16]
