@@ -85,11 +85,11 @@ class SampleGenerator:
         scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **scheduler_arguments)
 
         def with_loaded_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
-            arguments, _, sources = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])
-            images = [source.image for source in sources]
+            inputs = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])
+            images = [source.image for source in inputs.sources]
             with self.family.generation_context(self.pipeline, images):
                 self.pipeline(
-                    **self.family.batch_arguments(arguments),
+                    **self.family.batch_arguments(inputs.arguments),
                     **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
                     num_inference_steps=self.args.num_inference_steps,
                     generator=[keyed_generator(self.args.seed, 0, 0)],

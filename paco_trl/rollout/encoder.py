@@ -114,9 +114,9 @@ class PromptEncoder:
             if prompts:
                 self._encode_prompts(rows, prompts)
 
-    def fetch(self, of_round: Round, row_numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
+    def fetch(self, rollout_round: Round, row_numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
         """Return some encoded rows of a round, whose embeddings are on the CPU."""
-        rows = of_round.rows
+        rows = rollout_round.rows
         keys = {
             prompt_number: self._keys(rows, prompt_number, scale)
             for row_number in row_numbers
@@ -132,7 +132,7 @@ class PromptEncoder:
 
         @functools.cache
         def prepared(row_number: int) -> list[Image.Image]:
-            images = rows.images_in(of_round.row(row_number))
+            images = rows.images_in(rollout_round.row(row_number))
             return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
 
         return EncodedRows(

@@ -41,6 +41,15 @@ class Recording:
     finish: Callable[[Batch], None] | None = None
 
 
+@dataclass(frozen=True)
+class BatchInputs:
+    """What the pipeline generates a batch from: encoded prompts and source images."""
+
+    arguments: dict[str, torch.Tensor]  # of the pipeline's call, on the accelerator, (B, ...)
+    stored: dict[str, torch.Tensor]  # the same tensors where they are kept, in CPU memory with `offload_embeddings`
+    sources: list[EncodedImage]
+
+
 class Policy:
     """
     Generate the batches of rounds, and predict in their recorded steps.
@@ -78,7 +87,7 @@ class Policy:
 
     def rollout(
         self,
-        round: Round,
+        rollout_round: Round,
         batches: list[Batch],
         num_inference_steps: int,
         *,
@@ -92,7 +101,7 @@ class Policy:
         Generate batches of a round within [`~Policy.on_device`]; yield the completions that each of them finishes.
 
         Args:
-            round ([`Round`]):
+            rollout_round ([`Round`]):
                 The round.
             batches (`list[Batch]`):
                 Its batches of this process, which get their recorded steps.
@@ -110,25 +119,25 @@ class Policy:
             recording ([`Recording`]):
                 What is recorded of each batch.
         """
-        rows, in_turn = round.rows, round.row_numbers_of(batches)
+        round_row_numbers = rollout_round.row_numbers_of(batches)
         gather = gather_object if is_collective else list
         encode_anchor = functools.cache(self._encode_anchor)
-        ordered = round.in_order(batches, gather)
+        ordered = rollout_round.in_order(batches, gather)
         for batch in tqdm(ordered, progress, len(batches), disable=progress is None or None, leave=False):
-            of_batch = encoded
-            if of_batch is None:
+            batch_encoded = encoded
+            if batch_encoded is None:
                 row_numbers = [sample.row_number for sample in batch.samples]
-                following = in_turn[in_turn.index(row_numbers[-1]) + 1 :]
-                self.encoder.encode(rows, row_numbers, scale, following[:ROWS_AHEAD])
-                of_batch = self.encoder.fetch(round, row_numbers, scale)
+                following = round_row_numbers[round_row_numbers.index(row_numbers[-1]) + 1 :]
+                self.encoder.encode(rollout_round.rows, row_numbers, scale, following[:ROWS_AHEAD])
+                batch_encoded = self.encoder.fetch(rollout_round, row_numbers, scale)
             anchors = []
             if batch.samples[0].anchor is not None:
                 panels = [encode_anchor(sample.anchor) for sample in batch.samples]
                 anchors = [EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
-            self.generate(batch, of_batch, num_inference_steps, recording, anchors)
-            yield round.finish(batch)
-        if is_collective and self.accelerator.num_processes > 1 and round.has_sets:
-            yield round.exchange(self.accelerator)
+            self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
+            yield rollout_round.finish(batch)
+        if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_sets:
+            yield rollout_round.exchange(self.accelerator)
         for sample in (sample for batch in batches for sample in batch.samples):
             if sample.anchor is not None:
                 sample.anchor.image = None
@@ -143,36 +152,35 @@ class Policy:
     ) -> None:
         """Generate the images of a batch and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
         samples = batch.samples
-        arguments, stored, sources = self.inputs(encoded, [sample.prompt_number for sample in samples])
+        inputs = self.inputs(encoded, [sample.prompt_number for sample in samples])
         images, batch.steps = self.pipeline_policy.generate(
-            arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
+            inputs.arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
-            sources=[*sources, *anchors], initial_keys=[sample.initial_noise_key for sample in samples],
+            sources=[*inputs.sources, *anchors], initial_keys=[sample.initial_noise_key for sample in samples],
         )  # fmt: skip
         for sample, image in zip(samples, images, strict=True):
             sample.image = image
         if recording.finish is not None:
             recording.finish(batch)
         if self.offload_embeddings:
-            batch.steps = share_tensors(batch.steps, arguments, stored)
+            batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
 
-    def inputs(
-        self, encoded: EncodedRows, prompt_numbers: list[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[EncodedImage]]:
-        """Return image prompts on the accelerator, the stored tensors behind them, and their source images."""
+    def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
+        """Return what the pipeline generates images of some prompts from; they share the source images of the first."""
         device = self.accelerator.device
-        of_prompts = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
-        embeddings = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in of_prompts]
-        if all(prompt is of_prompts[0] for prompt in of_prompts):
-            stored = {
-                name: tensor.expand(len(of_prompts), *tensor.shape[1:]) for name, tensor in embeddings[0].items()
-            }
+        embeddings = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
+        arguments = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in embeddings]
+        if all(prompt is embeddings[0] for prompt in embeddings):
+            size = len(embeddings)
+            stored = {name: tensor.expand(size, *tensor.shape[1:]) for name, tensor in arguments[0].items()}
         else:
-            stored = {name: torch.cat([prompt[name] for prompt in embeddings]) for name in embeddings[0]}  # (B, ...)
-        latents = [to_device(image, device) for image in of_prompts[0].image_latents]
+            stored = {name: torch.cat([prompt[name] for prompt in arguments]) for name in arguments[0]}  # (B, ...)
         images = encoded.source_images(prompt_numbers[0])
-        sources = [EncodedImage(image, of_image) for image, of_image in zip(images, latents, strict=True)]
-        return {name: to_device(tensor, device) for name, tensor in stored.items()}, stored, sources
+        sources = [
+            EncodedImage(image, to_device(latents, device))
+            for image, latents in zip(images, embeddings[0].image_latents, strict=True)
+        ]
+        return BatchInputs({name: to_device(tensor, device) for name, tensor in stored.items()}, stored, sources)
 
     def _encode_anchor(self, anchor: Any) -> EncodedImage:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))

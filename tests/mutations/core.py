@@ -313,7 +313,7 @@ MUTANTS = [
     (P + "encoder.py", "rows.images(row_number)[image_number]", "rows.images(row_number)[0]", family(IMAGES, "flux2, editing")),
     (P + "encoder.py", "        vae.disable_tiling()\n", "        pass\n", "tests/test_editing_training.py::TestEncoding::test_sources_are_encoded_without_tiles"),
     (P + "encoder.py", "latent_dist.mode()", "latent_dist.sample()", family(IMAGES, "kontext")),
-    (P + "policy.py", "if all(prompt is of_prompts[0] for prompt in of_prompts):", "if any(prompt is of_prompts[0] for prompt in of_prompts):", EVALUATE + "::TestDrawing::test_batches"),
+    (P + "policy.py", "if all(prompt is embeddings[0] for prompt in embeddings):", "if any(prompt is embeddings[0] for prompt in embeddings):", EVALUATE + "::TestDrawing::test_batches"),
     (P + "rounds.py", "self.samples[position % num_samples].without_completion()", "copy.copy(self.samples[position % num_samples])", SETS + "::TestRounds"),
     (T + "round_schedule.py", "1 / len(sample.completion.samples)", "1.0", SETS + "::test_sets_of_other_lengths_weigh_the_same"),
     (P + "rounds.py", "in sorted(known.items())", "in known.items()", SETS + "::TestRounds"),
@@ -354,7 +354,7 @@ MUTANTS = [
     ("paco_trl/generation/grids.py", "negatives[batch.rows[0]]}", "negatives[0]}", "tests/test_negative_prompts.py::test_generated_grids"),
     (P + "encoder.py", "suppress(OSError, SafetensorError)", "suppress(OSError)", "tests/test_embeddings.py::TestDirectory::test_what_another_model_or_half_a_file_has_is_encoded_again"),
     ("paco_trl/utils/placement.py", "        weight.data = data\n        setattr(layer, name, weight)\n", "        pass\n", "tests/test_embeddings.py::TestPlacement::test_modules_come_back_to_the_memory_that_they_left"),
-    (P + "policy.py", "batch.steps = share_tensors(batch.steps, arguments, stored)", "pass", SCORING + "::TestMemory::test_the_buffer_holds_one_kept_copy_of_each_prompt"),
+    (P + "policy.py", "batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)", "pass", SCORING + "::TestMemory::test_the_buffer_holds_one_kept_copy_of_each_prompt"),
     # ---- Families ----
     (F + "base.py", "predictions = [output if output.shape[1] == tokens else output[:, :tokens] for", "predictions = [output if output.shape[1] == tokens else output[:, -tokens:] for", family(RATIO, "kontext")),
     (F + "base.py", "torch.cat([tokens, sources], dim=1)", "tokens", family(TIMES, "kontext")),
