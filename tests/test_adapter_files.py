@@ -18,7 +18,8 @@ import tiny_models
 from paco_trl import generation
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.rollout import family_of
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.policy_building import prepare_transformer
 from testing_utils import give_effect
 
 

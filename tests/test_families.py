@@ -37,9 +37,11 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
+from paco_trl.rollout.adapters import load_transformer_adapter
 from paco_trl.rollout.encoder import PromptEncoder
 from paco_trl.rollout.families import flux2, longcat_image, qwen_image, z_image
-from paco_trl.rollout.loading import load_pipeline, load_transformer_adapter, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.utils.images import to_rgb
 from testing_utils import LORA, fetch

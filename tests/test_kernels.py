@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from paco_trl.planning.memory import training_precision
-from paco_trl.rollout import loading
-from paco_trl.rollout.loading import load_pipeline, set_kernels
+from paco_trl.rollout import kernels as kernels_module
+from paco_trl.rollout.kernels import set_kernels
+from paco_trl.rollout.loading import load_pipeline
 from test_rollout_batch import CASES
 from testing_utils import entries_of
 
@@ -27,7 +28,7 @@ def settings_of_torch():
     with inductor.patch(emulate_precision_casts=False), torch._dynamo.config.patch(recompile_limit=8):
         yield
     torch.compiler.reset()
-    loading._prefer_kernel(None)
+    kernels_module._prefer_kernel(None)
 
 
 def kernels() -> list:
@@ -75,7 +76,9 @@ def test_a_preferred_kernel_leaves_the_others_to_rewards(tiny_flux, name):
     transformer.transformer_blocks[0].attn.norm_q.register_forward_hook(lambda *args: seen.append(kernels()))
     attention_dtypes(transformer)
     (during,) = seen
-    assert during[0] is loading._SDPA_KERNELS[name] and set(loading._SDPA_KERNELS.values()) <= set(during)
+    assert during[0] is kernels_module._SDPA_KERNELS[name] and set(kernels_module._SDPA_KERNELS.values()) <= set(
+        during
+    )
 
 
 def attention_dtypes(transformer) -> list[tuple]:

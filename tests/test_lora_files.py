@@ -19,8 +19,9 @@ from hub_server import HubServer
 from paco_trl import generation
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout import family_of
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.lora_files import convert_lora
+from paco_trl.rollout.policy_building import prepare_transformer
 from test_adapter_files import changes, deviation, fresh
 from testing_utils import draw, logs_with, weights_of
 

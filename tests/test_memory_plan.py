@@ -42,7 +42,8 @@ from paco_trl.planning.memory import (
 )
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import family_of
-from paco_trl.rollout.loading import load_without_weights, prepare_transformer
+from paco_trl.rollout.loading import load_without_weights
+from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
 from testing_utils import entries_of
 

@@ -8,7 +8,8 @@ from hub_server import HubServer
 from paco_trl import PaCoReward, generation
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.rewards import ClipTReward
-from paco_trl.rollout.loading import load_pipeline, read_peft_config
+from paco_trl.rollout.adapters import read_peft_config
+from paco_trl.rollout.loading import load_pipeline
 from paco_trl.utils.names import check_model_name
 
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import tiny_models
 from paco_trl import PaCoReward
 from paco_trl.rollout import family_of
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.utils.names import is_same_model
 from testing_utils import noise
 

@@ -20,7 +20,8 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 
 from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, replay
-from paco_trl.rollout.loading import load_pipeline, prepare_transformer
+from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.tiny import build_tiny_flux
 
 

@@ -17,7 +17,7 @@ from paco_trl.data import edit_consistency_question, edit_following_question
 from paco_trl.evaluation import auroc
 from paco_trl.image_benchmarks.statistics import Unit
 from paco_trl.rewards import EditReward, RubricReward
-from paco_trl.rollout.loading import load_transformer_adapter
+from paco_trl.rollout.adapters import load_transformer_adapter
 
 from .before_and_after import GREEN, RED, choose_sets, remove_frame
 from .edit_world import EDIT_PANELS, EDIT_SIZE, EditTruth, judge_edit, make_edits, read_edit

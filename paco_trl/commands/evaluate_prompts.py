@@ -33,15 +33,10 @@ from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import FAMILIES, family_of
 from ..rollout.encoder import ROWS_AHEAD
-from ..rollout.loading import (
-    check_trained,
-    is_buildable,
-    keep_dtype_of_norms,
-    load_without_weights,
-    read_index,
-    wrap_pipeline,
-)
+from ..rollout.kernels import keep_dtype_of_norms
+from ..rollout.loading import is_buildable, load_without_weights, read_index
 from ..rollout.policy import Policy
+from ..rollout.policy_building import check_trained, wrap_pipeline
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS

@@ -20,7 +20,7 @@ from ..hub.cards import save_card
 from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
-from ..rollout.loading import load_transformer_adapter, read_peft_config
+from ..rollout.adapters import load_transformer_adapter, read_peft_config
 from ..utils.files import new_folder
 from ..utils.model_files import find_model_file, models_near, peft_folder
 from ..utils.names import check_adapter_base

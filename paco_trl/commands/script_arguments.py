@@ -495,7 +495,7 @@ def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     from peft import LoraConfig
 
-    from ..rollout.loading import check_image_adapter, read_peft_config
+    from ..rollout.adapters import check_image_adapter, read_peft_config
 
     if not script_args.use_peft:
         return None

@@ -20,7 +20,9 @@ from torch import nn
 from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
 from ..hub.settings import ImageModelCard, load_settings
 from ..rollout import FAMILIES, family_of
-from ..rollout.loading import load_transformer_adapter, read_index, read_peft_config, store_as_fp8
+from ..rollout.adapters import load_transformer_adapter, read_peft_config
+from ..rollout.loading import read_index
+from ..rollout.policy_building import store_as_fp8
 from ..utils.files import read_record
 from ..utils.fingerprint import file_digest, model_files
 from ..utils.model_files import (

@@ -36,8 +36,11 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from ..rewards.paco_reward import PaCoReward, read_judge_config
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
+from ..rollout.adapters import read_peft_config
 from ..rollout.families.unlisted import TransformerReachedError
-from ..rollout.loading import keep_dtype_of_norms, load_without_weights, prepare_transformer, read_peft_config
+from ..rollout.kernels import keep_dtype_of_norms
+from ..rollout.loading import load_without_weights
+from ..rollout.policy_building import prepare_transformer
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_nft_config import PaCoNFTConfig

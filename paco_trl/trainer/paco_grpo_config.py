@@ -13,7 +13,8 @@ from trl import GRPOConfig
 
 from ..data.image_sets import PANEL_TEMPLATE
 from ..rewards.aggregation import AGGREGATION_METHODS
-from ..rollout.loading import check_attention_backend, quantization_text
+from ..rollout.kernels import check_attention_backend
+from ..rollout.loading import quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
 from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, RoundSizes, image_errors, refuse, round_sizes, to_scale

@@ -37,7 +37,8 @@ from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import PaCoReward, decision_direction, decision_token_ids, scales_logits
-from ..rollout.loading import base_model_name, check_lora_start, check_target_modules
+from ..rollout.adapters import check_lora_start, check_target_modules
+from ..rollout.loading import base_model_name
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint

@@ -54,21 +54,19 @@ from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
 from ..rewards.weighting import RewardError, Rewards
 from ..rollout import Family, TransformerStep, UnlistedFamily, family_of
+from ..rollout.adapters import check_peft_config, read_peft_config
 from ..rollout.encoder import EncodedRows
+from ..rollout.kernels import check_attention_backend, example_queries
 from ..rollout.loading import (
     base_model_name,
-    check_attention_backend,
     check_base_weights,
-    check_peft_config,
-    check_trained,
     is_buildable,
     load_pipeline,
     load_without_weights,
-    make_policy,
     pipeline_quantization,
-    read_peft_config,
 )
 from ..rollout.policy import Policy, Recording
+from ..rollout.policy_building import check_trained, make_policy
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
@@ -273,10 +271,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
         check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
-            config = pipeline.transformer.config
-            size = config.get("attention_head_dim") or config.get("dim", 64) // config.get("n_heads", 1)
-            tensor_options = {"dtype": self.compute_dtype, "device": args.device, "requires_grad": True}
-            check_attention_backend(args.attention_backend, torch.zeros(1, 128, 1, size, **tensor_options))
+            queries = example_queries(pipeline.transformer, self.compute_dtype, args.device)
+            check_attention_backend(args.attention_backend, queries)
         if is_built:
             check_trained(pipeline, self.family, peft_config)
             pipeline = load()

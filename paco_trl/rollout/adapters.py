@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of a transformer: read and check their configs, and load those that are saved."""
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from torch import nn
+from trl import ModelConfig
+
+from ..utils.images import reading
+from ..utils.model_files import check_generates, find_adapter_file, hub_arguments, peft_folder
+from ..utils.names import check_adapter_base
+from .loading import base_model_name, warn_on_first_process
+from .lora_files import convert_lora
+
+
+_DEFAULTS = LoraConfig()
+# What a saved config has of its adapter's training, and what only mattered until the adapter had weights
+_TRAINING_FIELDS = (
+    "inference_mode", "task_type", "lora_dropout", "fan_in_fan_out", "qalora_group_size", "ensure_weight_tying",
+)  # fmt: skip
+_INITIALIZATION_FIELDS = ("init_lora_weights", "eva_config")
+# Initial weights that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them
+_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+# Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
+_PLAIN_LORA = vars(PeftConfig()).keys() | {
+    *("r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "init_lora_weights", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "runtime_config"),
+}
+
+
+# ---- Configs ----
+
+
+def read_peft_config(
+    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
+) -> LoraConfig:
+    """Return the config of a new adapter, or of an existing one for a pipeline."""
+    if not isinstance(peft_config, str):
+        return peft_config
+    return _read_adapter(peft_config, model, **hub_arguments(model_init_kwargs or {}))[0]
+
+
+def check_image_adapter(adapter: str) -> None:
+    """Refuse the adapter of a judge."""
+    if (folder := peft_folder(adapter)) is not None:
+        check_generates(adapter, folder)
+
+
+def _read_adapter(
+    adapter: str, model: "str | DiffusionPipeline", **hub_arguments: Any
+) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """Return config and weights of an existing adapter; refuse files that cannot be read, in one sentence."""
+    folder = peft_folder(adapter)
+    if folder is None:
+        return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
+    if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        raise ValueError(
+            f"The adapter '{adapter}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
+            "its weights. Name the directory that has both files."
+        )
+    with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
+        config = PeftConfig.from_pretrained(folder)
+        config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
+        return config, load_peft_weights(folder, device="cpu")
+
+
+def check_peft_config(
+    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
+) -> LoraConfig | str:
+    """Refuse an adapter that cannot be trained or saved, or is of another model; return it without TRL's defaults."""
+    adapter = os.fspath(peft_config) if isinstance(peft_config, str | os.PathLike) else None
+    if adapter is not None:
+        check_image_adapter(adapter)
+    config = read_peft_config(adapter or peft_config, model, model_init_kwargs)
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
+        raise TypeError(f"`peft_config` is a {type(config).__name__}; it must be a `peft.LoraConfig`.")
+    # TRL's defaults, which cannot be left out, and a saved adapter's config (`LoraConfig.from_pretrained`)
+    is_trl = config.task_type == ModelConfig.lora_task_type
+    is_trl &= config.lora_dropout in (ModelConfig.lora_dropout, 0)
+    if is_trl or adapter is not None or config.inference_mode:
+        config = _without_training(config, has_weights=adapter is not None)
+    _check_trainable(config)
+    _check_plain(config, adapter)
+    if adapter is None:
+        return config
+    base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
+    check_adapter_base(adapter, config.base_model_name_or_path, base)
+    return adapter
+
+
+def _without_training(config: LoraConfig, has_weights: bool) -> LoraConfig:
+    """Return a config without what an earlier training used; warn of what another kind of model was trained with."""
+    cleared = copy.deepcopy(config)
+    _forget_training(cleared, has_weights)
+    names = [name for name in ("task_type", "lora_dropout") if getattr(config, name)]
+    if names:
+        dropped = " and ".join(f"`{name}` {getattr(config, name)!r}" for name in names)
+        warn_on_first_process(f"`peft_config` has {dropped}, which no image model is trained with: left out.")
+    return cleared
+
+
+def _forget_training(config: LoraConfig, has_weights: bool) -> None:
+    """Reset fields that only the training of a saved adapter used to PEFT's defaults."""
+    names = _TRAINING_FIELDS
+    if has_weights and getattr(config, "init_lora_weights", None) in _KEEP_BASE:
+        names += _INITIALIZATION_FIELDS
+    for name in names:
+        setattr(config, name, getattr(_DEFAULTS, name))
+
+
+def _check_trainable(config: LoraConfig) -> None:
+    """Refuse settings that are for other models, or with which rollout and replay would differ."""
+    if config.task_type is not None:
+        raise TypeError(f"`task_type` is {config.task_type!r}, which is for language models. Leave it out.")
+    if config.lora_dropout:
+        raise ValueError(
+            f"`lora_dropout` is {config.lora_dropout}, with which the replay scores an image with another "
+            "network than the one that generated it. Set it to 0."
+        )
+    check_lora_start(config)
+
+
+def _check_plain(config: LoraConfig, adapter: str | None) -> None:
+    """Refuse variants of LoRA, such as DoRA."""
+    of, advice = "", "Use the default, {!r}."
+    if adapter is not None:
+        of, advice = f" of the adapter '{adapter}'", "Merge it into its model, and train a new adapter on that."
+    for name, default in vars(_DEFAULTS).items():
+        value = getattr(config, name)
+        if name not in _PLAIN_LORA and value and value != default:
+            raise ValueError(
+                f"`{name}`{of} is {value!r}, but only plain LoRA is trained here: most programs ignore the rest in "
+                f"diffusers' format. {advice.format(default)}"
+            )
+
+
+def check_lora_start(peft_config: LoraConfig) -> None:
+    """Refuse a scale of 0, with which no weight has a gradient, and initial weights that also change the base weights."""
+    if peft_config.lora_alpha == 0:
+        raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
+    if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(
+            f"`init_lora_weights` is {peft_config.init_lora_weights!r}, for which PEFT changes the base weights or "
+            "asks for data: the adapter would not fit the model itself. Use True or 'gaussian'."
+        )
+
+
+def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
+    """Refuse names in `target_modules` that no layer has: PEFT trains the others, without a word."""
+    targets = peft_config.target_modules
+    if targets is None or isinstance(targets, str):  # a pattern, which PEFT refuses if nothing matches
+        return
+    paths = [name.split(".") for name, _ in model.named_modules()]
+    for target in sorted(map(str, targets)):
+        ends = {".".join(path[-target.count(".") - 1 :]) for path in paths}
+        if target not in ends:
+            hint = [f" Did you mean {' or '.join(names)}?" for names in [get_close_matches(target, ends)] if names]
+            raise ValueError(
+                f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named.{''.join(hint)} "
+                "A pattern, or 'all-linear', is a string and not in a list."
+            )
+
+
+# ---- Adapters on a transformer ----
+
+
+def exclude_layers(config: LoraConfig, layers: Sequence[str]) -> None:
+    """Exclude layers in an adapter's config, which is saved with it. PEFT warns of names that match nothing."""
+    is_all = config.target_modules == "all-linear"
+    layers = [name for name in layers if is_all or check_target_module_exists(config, name)]
+    if layers and isinstance(config.exclude_modules, str):
+        config.exclude_modules = "|".join([f"(?:{config.exclude_modules})", *map(re.escape, layers)])
+    elif layers:
+        config.exclude_modules = {*(config.exclude_modules or ()), *layers}
+
+
+def load_transformer_adapter(
+    transformer: nn.Module,
+    adapter: str,
+    base: "str | DiffusionPipeline",
+    unused_layers: Sequence[str] = (),
+    is_trainable: bool = False,
+    **kwargs: Any,
+) -> PeftModel:
+    """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
+    config, weights = _read_adapter(adapter, base)
+    exclude_layers(config, unused_layers)
+    _forget_training(config, has_weights=True)
+    config.inference_mode = not is_trainable
+    try:
+        model = PeftModel(transformer, config, **kwargs)
+        if not is_trainable:
+            model.eval()
+        set_peft_model_state_dict(model, weights)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of many kinds: PEFT trusts a config
+        reason = f"{type(error).__name__}: {error}"[:400]
+        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {reason}") from error
+    # PEFT drops weights without a layer, and initializes layers without weights
+    left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
+    saved = {name for name in weights if not name.startswith(left_out)}
+    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if saved != expected:
+        raise ValueError(
+            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {len(saved - expected)} of its {len(saved)} "
+            f"weights have no place, and {len(expected - saved)} places have no weight "
+            f"({', '.join(sorted(saved ^ expected)[:3])}, ...)."
+        )
+    return model

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a policy of a frozen pipeline: with a trainable adapter, or with all weights of its transformer trained."""
+
+import copy
+import inspect
+import json
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import DiffusionPipeline
+from diffusers.configuration_utils import FrozenDict
+from diffusers.hooks import apply_layerwise_casting
+from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from . import Family, FlowMatchSDEScheduler, PipelinePolicy, cast_floating_inputs
+from .adapters import check_target_modules, exclude_layers, load_transformer_adapter
+from .kernels import set_kernels
+
+
+class PolicyConfig(FrozenDict):
+    """Config of a diffusers transformer with the methods of a transformers config that Trainer's callbacks call."""
+
+    model_type = "diffusers"
+
+    def __getattr__(self, name: str) -> Any:
+        # transformers computes the `auto` buckets of a DeepSpeed config from the width of the transformer
+        if name == "hidden_size" and "dim" in self:  # Z-Image
+            return self["dim"]
+        if name == "hidden_size" and {"num_attention_heads", "attention_head_dim"} <= self.keys():
+            return self["num_attention_heads"] * self["attention_head_dim"]
+        raise AttributeError(f"The transformer's config has no `{name}`.")
+
+    def to_dict(self) -> dict:
+        """Return the public entries; the private ones hold paths of the machine the model was loaded on."""
+        return {name: value for name, value in self.items() if not name.startswith("_")}
+
+    def to_json_string(self) -> str:
+        """Return the public entries as JSON."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, default=str) + "\n"
+
+
+def make_policy(
+    pipeline: DiffusionPipeline,
+    family: Family,
+    peft_config: LoraConfig | str | None,
+    dtype: torch.dtype,
+    is_deepspeed: bool,
+    reference: str | None,
+    attention_backend: str | None = None,
+    compile_blocks: bool = False,
+    quantization: str | None = None,
+) -> tuple[PipelinePolicy, nn.Module | None]:
+    """Build the policy, and without an adapter a copy of the transformer as the `reference`, if there is one."""
+    ref_model = None
+    if peft_config is None and reference is not None:
+        ref_model = copy.deepcopy(pipeline.transformer)
+        if ref_model.dtype != dtype:
+            ref_model.to(dtype)
+    transformer = pipeline.transformer
+    for network in filter(None, (transformer, ref_model)):
+        set_kernels(network, attention_backend, compile_blocks)
+    # DeepSpeed keeps one dtype and its own float32 masters: mixed dtypes fail in ZeRO-3 (trl#6089)
+    model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
+    if quantization == "fp8_storage":
+        store_as_fp8(pipeline, family, transformer, dtype)
+    policy = wrap_pipeline(pipeline, family, model, dtype, is_deepspeed)
+    if ref_model is not None and is_deepspeed:
+        cast_floating_inputs(ref_model, dtype)
+    return policy, ref_model
+
+
+def prepare_transformer(
+    pipeline: DiffusionPipeline,
+    family: Family,
+    peft_config: LoraConfig | str | None,
+    autocast_adapter_dtype: bool,
+    copy_adapter: bool = False,
+) -> nn.Module:
+    """Make all weights trainable, or add a new or saved adapter in place, with `copy_adapter` also frozen as `ref`."""
+    transformer = pipeline.transformer
+    _check_no_dropout(transformer)
+    if any(module._compiled_call_impl is not None for module in transformer.modules()):
+        from torch._inductor import config as inductor
+
+        # Fused kernels skip rounding to bf16, and kernels with gradients are fused differently from those without
+        inductor.emulate_precision_casts = True
+
+    config = PolicyConfig(transformer.config)
+    if peft_config is None:
+        model = transformer.requires_grad_(True)
+        model._internal_dict = config  # the property `config` has no setter
+    else:
+        model = _add_adapter(pipeline, family, peft_config, autocast_adapter_dtype)
+        if copy_adapter:
+            _copy_adapter(model, autocast_adapter_dtype)
+        model.config = config
+        # PEFT leaves the base model's name empty for diffusers models
+        model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
+
+    # Trainer calls another name than diffusers'. No layer is random, and the state of the generators would be copied from
+    # the device for each block
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing(checkpointed)
+    return model
+
+
+def _check_no_dropout(transformer: nn.Module) -> None:
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"`{name}` is a dropout layer with p = {module.p}, with which the replay scores an image with another "
+                "network than the one that generated it. Set its `p` to 0."
+            )
+
+
+def _add_adapter(
+    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str, autocast_adapter_dtype: bool
+) -> PeftModel:
+    """Put a new or a saved adapter on a transformer, in place, except on layers that reach no prediction."""
+    transformer, options = pipeline.transformer, {"autocast_adapter_dtype": autocast_adapter_dtype}
+    unused_layers = family.unused_layers(transformer)
+    if isinstance(peft_config, str):
+        return load_transformer_adapter(
+            transformer, peft_config, pipeline, unused_layers, is_trainable=True, **options
+        )
+    config: Any = copy.deepcopy(peft_config)
+    check_target_modules(config, transformer)
+    if config.target_modules is None:
+        config.target_modules = list(family.lora_target_modules)
+    exclude_layers(config, unused_layers)
+    return get_peft_model(transformer, config, **options)
+
+
+def _copy_adapter(model: PeftModel, autocast_adapter_dtype: bool) -> None:
+    """Add a frozen copy `ref` of the adapter, as TRL does."""
+    model.add_adapter("ref", model.peft_config["default"], autocast_adapter_dtype=autocast_adapter_dtype)
+    for name, parameter in model.named_parameters():
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+    model.set_requires_grad("ref", requires_grad=False)
+
+
+def wrap_pipeline(
+    pipeline: DiffusionPipeline, family: Family, model: nn.Module, dtype: torch.dtype, is_deepspeed: bool = False
+) -> PipelinePolicy:
+    """Make a policy of a pipeline and its transformer, with an adapter or without."""
+    # DDP would broadcast frozen weights, which every process reads from the same files
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    transformer = model.get_base_model() if isinstance(model, PeftModel) else model
+    policy = PipelinePolicy(pipeline, family, model, inspect.signature(transformer.forward))
+    if dtype != torch.float32:
+        # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for
+        # the VAE.
+        if is_deepspeed:
+            cast_floating_inputs(model, dtype)
+        for name in ("post_quant_conv", "decoder"):
+            module = getattr(pipeline.vae, name, None)
+            if module is not None:
+                cast_floating_inputs(module, dtype)
+    return policy
+
+
+def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
+    """Store the frozen weights of transformer and text encoders as float8, cast to `dtype` in each forward."""
+    # With the adapter in place, which is left out: PEFT would round the first weights of a later one to float8
+    transformer.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
+    for encoder in (getattr(pipeline, name) for name in family.text_encoders):
+        if encoder is not None:
+            # Pipelines and T5 cast to the dtype of the first layer and of `wo`; the head may be tied to the embeddings
+            kept = (*DEFAULT_SKIP_MODULES_PATTERN, "lm_head", r"\.wo$")
+            apply_layerwise_casting(encoder, torch.float8_e4m3fn, dtype, kept, (nn.Embedding, nn.Conv2d))
+
+
+def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None) -> None:
+    """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] would after loading them."""
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again with the weights
+        FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
+        prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=False)
