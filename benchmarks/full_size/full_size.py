@@ -7,7 +7,7 @@ Rehearse a recipe at full size on a CPU: the real configs with random weights, b
 The model is built once (`build_model.py`). Then `paco-trl grpo --config RECIPE` trains it on small images, with few
 prompts and steps, in a process whose own memory is measured by phase. The process is killed after its first checkpoint. A
 second one resumes it, ends the training and evaluates it, and a third one loads the saved adapter by diffusers and by
-PEFT, and compares what they generate: in bf16 they round differently. What is measured is written as JSON beside the
+PEFT, and compares what they generate. What is measured is written as JSON beside the
 plan of the same run.
 """
 
@@ -128,7 +128,9 @@ def load(model: Path, adapter: Path, report: Path) -> None:
         if is_diffusers:
             pipeline.load_lora_weights(adapter)
         elif is_diffusers is False:
-            pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, adapter)
+            # PEFT computes an adapter in float32, diffusers in the dtype of the model
+            adapted = PeftModel.from_pretrained(pipeline.transformer, adapter, autocast_adapter_dtype=False)
+            pipeline.transformer = adapted.to(torch.bfloat16)
         family = family_of(pipeline)
         sources = [Image.new("RGB", (128, 128))] if family.max_images else []
         image = pipeline(

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from build_model import write_weights
-from memory_plan import QWEN_VL_7B
+from memory_plan import QWEN_VL_7B, write_configs
 from paco_trl import PaCoReward
 from paco_trl.commands import main as commands
 from paco_trl.data import make_pair, theme_question
@@ -77,11 +77,13 @@ def build_judge(folder: Path, tokenizers: Path | None, config: dict[str, Any] | 
                 shutil.copyfile(file, tiny / file.name)  # not its permissions: the source may be read-only
             processor.tokenizer = AutoTokenizer.from_pretrained(tiny)
             processor.tokenizer.chat_template = template
-        processor.image_processor, processor.video_processor = Qwen2VLImageProcessor(), Qwen2VLVideoProcessor()
+        processor.image_processor = Qwen2VLImageProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+        )
+        processor.video_processor = Qwen2VLVideoProcessor()
         processor.save_pretrained(tiny)
+        write_configs(tiny.parent, {tiny.name: QWEN_VL_7B if config is None else config})
         model_config = AutoConfig.from_pretrained(tiny)
-        for name, values in (QWEN_VL_7B if config is None else config).items():
-            getattr(model_config, name).update(values)
         model_config.update(vision_token_ids(processor.tokenizer) | {"tie_word_embeddings": False})
         model_config.dtype = torch.bfloat16
         model_config.save_pretrained(tiny)

@@ -85,10 +85,11 @@ FLUX2_VAE = {**VAE, "latent_channels": 32}
 QWEN_VL_7B = {
     "text_config": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064,
+        "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
     },
     "vision_config": {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
     },
 }  # fmt: skip
 CLIP_H = {  # of CLIP-T
