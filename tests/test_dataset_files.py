@@ -160,6 +160,13 @@ class TestTables:
             path = write(tmp_path / name, separator.join(texts[:count]) + separator)
             assert load_image_set_prompts(path)["prompt"][:] == [*"abc"][:count]
 
+    def test_the_line_of_a_broken_row_is_named(self, tmp_path):
+        rows = '{"prompt": "a"}\n\n{"prompt": "b"\n'
+        path = write(tmp_path / "p.jsonl", rows)
+        with pytest.raises(ValueError, match="what begins on line 3 is not valid JSON"):
+            load_image_set_prompts(path)
+        assert len(load_image_set_prompts(write(tmp_path / "q.jsonl", rows.rstrip() + "}"))) == 2
+
     def test_types_are_those_that_give_the_text_back(self, tmp_path):
         columns = {"height": "512", "strength": "0.50", "id": "007", "hash": "12345678901234567890", "flag": "True"}
         columns["commit"] = "0x1f"

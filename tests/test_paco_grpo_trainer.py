@@ -741,7 +741,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("message", "settings"),
         [
-            ("height of row 0 of the dataset is 62.*60 or 64", {"height": 62}),
+            ("row 0 of the dataset, which has no size of its own, is 62.*60 or 64", {"height": 62}),
             ("`detach_unconditional`.* FluxPipeline has none .* = 3.5", {"detach_unconditional": True}),
             ("`negative_prompt`", {"negative_prompt": "blurry"}),
             # PEFT would train the other layer

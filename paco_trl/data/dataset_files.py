@@ -189,7 +189,8 @@ def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
         try:
             value, end = decoder.raw_decode(text, start)
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}). Correct or replace it.") from error
+            line = text.count("\n", 0, start) + 1
+            raise ValueError(f"{path}: what begins on line {line} is not valid JSON ({error}). Correct it.") from error
         rows += value if isinstance(value, list) else [value]
     for index, row in enumerate(rows):
         if not isinstance(row, dict):

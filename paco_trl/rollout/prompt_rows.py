@@ -90,8 +90,9 @@ class PromptRows:
         ):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
-            where_row = f"row {row_number} of {where}"
-            check_inference_size(height or args.height, width or args.width, rows, cols, None, where_row)
+            check_inference_size(
+                height or args.height, width or args.width, rows, cols, None, self._sized_row(row_number)
+            )
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
         self.image_columns = [images for images in (self.sources, self.references) if images is not None]
@@ -106,6 +107,11 @@ class PromptRows:
         if self.sources not in (None, self.references):
             return "edits"
         return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
+
+    def _sized_row(self, row_number: int) -> str:
+        """Name a row in an error about its size, with where the size is from."""
+        has_size = None not in self.requested_sizes[row_number]
+        return f"row {row_number} of {self.where}" + ("" if has_size else ", which has no size of its own,")
 
     @property
     def has_separate(self) -> bool:
@@ -137,7 +143,7 @@ class PromptRows:
                     for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
                 )
             height, width = height or args.height, width or args.width
-            check_inference_size(height, width, rows, cols, multiple, f"row {row_number} of {self.where}")
+            check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_number))
             self.inference_sizes.append((height, width))
         self.training_sizes = [
             training_size(*size, *layout, args.resolution_scale, multiple)
