@@ -369,6 +369,15 @@ class TestDescribedOptions:
         of_files = [f"{name} {words}{file}.txt" for name in ("grpo", "reward") for file in ("blank", "latin", "utf16")]
         of_files += [f"{name} {words}p.txt {run}" for name in ("grpo", "nft", "reward")]
         of_files.append(f"nft {words}p.txt --resume_from_checkpoint {tmp_path}/no")
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "README.md").write_text("Mine.")
+        (tmp_path / "empty").mkdir()
+        of_files += [f"{name} {words}p.txt --output_dir {tmp_path}/mine" for name in ("grpo", "reward")]
+        of_files += [
+            f"{name} {words}p.txt --output_dir {tmp_path}/new --resume_from_checkpoint True"
+            for name in ("nft", "reward")
+        ]
+        of_files += [f"grpo {words}empty", f"grpo {words}p.txt --model_name_or_path {tmp_path}/mine"]
         code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {[*AT_ONCE, *of_files]}: main(words.split())\n"
         code += (
             "print(*({'torch', 'transformers', 'diffusers', 'trl', 'datasets', 'numpy'} & sys.modules.keys()), 'end')"

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..utils.model_files import check_generates, split_adapter
 from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS
 from .main import say
@@ -32,7 +33,7 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
-from .training import check_rerun_early, check_start, train_and_save
+from .training import check_start, check_start_early, train_and_save
 
 
 def _fitting(defaults: dict[str, Any], hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -84,12 +85,19 @@ def parser_of(*kinds: type | str, prog: str, **kwargs) -> CommandParser:
     )  # fmt: skip
 
 
+def _published_files(script_args: ScriptArguments) -> list[str]:
+    return PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER
+
+
+def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
+    check_start_early(args, _published_files(script_args))
+
+
 def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
     from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
-    from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 
-    check_start(training_args, PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER)
+    check_start(training_args, _published_files(script_args))
     check_rewards(script_args)
     train_dataset = load_train_prompts(script_args)
     eval_dataset = load_eval_prompts(script_args)
@@ -119,7 +127,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
 def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco-trl grpo") -> int:
     """Run the command with the options of the config."""
     text = None if config == "PaCoNFTConfig" else __doc__
-    parser = parser_of(ScriptArguments, config, prog=prog, description=text, check_start=check_rerun_early)
+    parser = parser_of(ScriptArguments, config, prog=prog, description=text, check_start=_check_start_early)
     train(*parser.parse_args_and_config(arguments))
     return 0
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..hub.files import JUDGE_ADAPTER
 from .parser import CommandParser, find_unused, option
 from .script_arguments import check_names
-from .training import check_rerun_early, check_start, train_and_save
+from .training import check_start, check_start_early, train_and_save
 
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
 
     from .. import PaCoRewardTrainer
     from ..data import swap_pairs
-    from ..hub.files import JUDGE_ADAPTER
     from ..utils.files import digest
     from ..utils.locks import take_lock
 
@@ -157,8 +157,12 @@ def parser_of(*kinds: type, **kwargs) -> CommandParser:
     return CommandParser((ScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
 
 
+def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
+    check_start_early(args, JUDGE_ADAPTER)
+
+
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = parser_of(prog="paco-trl reward", description=__doc__, check_start=check_rerun_early)
+    parser = parser_of(prog="paco-trl reward", description=__doc__, check_start=_check_start_early)
     train(*parser.parse_args_and_config(arguments))
     return 0

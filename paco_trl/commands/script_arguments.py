@@ -170,9 +170,18 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         )
 
 
+def _check_model(name: str) -> None:
+    check_model_name(name)
+    files = ("model_index.json", "config.json", "adapter_config.json", "paco_trl.json")
+    if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
+        raise FileNotFoundError(f"The directory '{name}' has no model: none of {', '.join(files)}. Check the path.")
+
+
 def _check_data(name: str) -> None:
     check_dataset_name(name)
     file = Path(name).expanduser()
+    if file.is_dir() and not any(file.iterdir()):
+        raise FileNotFoundError(f"The directory '{name}' is empty: it has no data. Check the path.")
     # A large file is read once, when it is loaded
     if file.is_file() and data_ending(file) in TEXT_DATA and file.stat().st_size < 1 << 20:
         if not read_text(file).strip():
@@ -181,7 +190,7 @@ def _check_data(name: str) -> None:
 
 _NAMES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("dataset_name", "eval_dataset_name", "exclude_dataset_name", "train_dataset_name"), _check_data),
-    "model_name_or_path": check_model_name,
+    "model_name_or_path": _check_model,
     "adapter": check_adapter_name,
 }
 

@@ -6,7 +6,13 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..checkpointing.checkpoints import check_output_dir, check_rerun, find_checkpoint, how_to_resume
+from ..checkpointing.checkpoints import (
+    check_output_dir,
+    check_rerun,
+    checkpoints_of,
+    find_checkpoint,
+    how_to_resume,
+)
 from ..utils.processes import end_training
 
 
@@ -14,12 +20,13 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def check_rerun_early(script_args: Any, args: Any) -> None:
-    """Refuse an output directory with a run that is not resumed, and a checkpoint that is none, before torch is imported."""
+def check_start_early(args: Any, published_files: Iterable[str]) -> None:
+    """Refuse what [`check_start`] refuses, before torch is imported."""
+    output_dir = args.output_dir or "trainer_output"  # as transformers
+    check_output_dir(output_dir, published_files)
     # Of several checkpoints the main process warns which are skipped; a process that is started again resumes
-    is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true")
+    is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and checkpoints_of(output_dir)
     if not is_latest and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        output_dir = args.output_dir or "trainer_output"  # as transformers
         checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
         if not args.overwrite_output_dir:
             check_rerun(output_dir, checkpoint)
