@@ -82,7 +82,7 @@ class PromptEncoder:
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
         self._is_hidden = not accelerator.is_main_process or None  # of bars; `None` hides them without a terminal
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
-        self._told: set[str] = set()  # kinds of truncation
+        self._reported: set[str] = set()  # kinds of truncation
         self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
         # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed places its weights itself
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -103,8 +103,8 @@ class PromptEncoder:
             return
         needed |= self._conditions(rows, ahead, scale)
         self._needed[rows] = set(needed)
-        kept = set().union(*self._needed.values())
-        self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in kept}
+        still_needed = set().union(*self._needed.values())
+        self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in still_needed}
         new = {key: where for key, where in needed.items() if key not in self._encoded and not self._read(key)}
         images = {key: where for key, where in new.items() if not isinstance(key, PromptKey)}
         prompts = {key: row_number for key, (row_number, _) in new.items() if isinstance(key, PromptKey)}
@@ -195,15 +195,15 @@ class PromptEncoder:
             prompts = [ImagePrompt(row_number, condition.prompt) for condition, row_number in new.items()]
             truncated = describe_truncated(self.pipeline, self.family, prompts)
         logger.info(f"{len(new)} prompts are encoded ({size / 2**20:.1f} MiB each).")
-        if truncated is not None and "prompts" not in self._told:
+        if truncated is not None and "prompts" not in self._reported:
             logger.warning(truncated)
-            self._told.add("prompts")
+            self._reported.add("prompts")
         for message, count in truncations.items():
             # T5's, whose prompts are named above
-            if message not in self._told and (truncated is None or "`max_sequence_length`" not in message):
+            if message not in self._reported and (truncated is None or "`max_sequence_length`" not in message):
                 # Two encoders of a pipeline say the same
                 logger.warning(f"For {min(count, len(new))} of {len(new)} prompts: {message}.")
-        self._told |= truncations.keys()
+        self._reported |= truncations.keys()
 
     def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
         vae, device = self.pipeline.vae, self.accelerator.device

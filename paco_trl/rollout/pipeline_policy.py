@@ -304,17 +304,17 @@ class PipelinePolicy:
     @contextmanager
     def _encoding(self, sources: Sequence[EncodedImage]):
         """Replace the VAE's `encode`: return the latents of the source images in order."""
-        waiting = list(sources)
+        remaining = list(sources)
 
         def encode(pixels: torch.Tensor, *args, **kwargs) -> SimpleNamespace:
-            expected = waiting[0].image.size if waiting else None  # (width, height)
+            expected = remaining[0].image.size if remaining else None  # (width, height)
             if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
                 raise RuntimeError(
                     f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE where "
                     f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
                     "`prepare_image` and `call_arguments` of the family class."
                 )
-            return SimpleNamespace(latents=waiting.pop(0).latents)
+            return SimpleNamespace(latents=remaining.pop(0).latents)
 
         vae = self.pipeline.vae
         vae.encode = encode
@@ -322,9 +322,9 @@ class PipelinePolicy:
             yield
         finally:
             del vae.encode
-        if waiting:
+        if remaining:
             raise RuntimeError(
-                f"{type(self.pipeline).__name__} did not encode {len(waiting)} of {len(sources)} source image(s). "
+                f"{type(self.pipeline).__name__} did not encode {len(remaining)} of {len(sources)} source image(s). "
                 f"Correct `call_arguments` of {type(self.family).__name__}."
             )
 
@@ -404,7 +404,7 @@ def share_tensors(
             pairs += [(argument, copy), (argument[:1], copy[:1]), *zip(argument, copy, strict=True)]
     recorded: dict[int, torch.Tensor] = {}
     recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
-    known: dict[int, torch.Tensor] = {}
+    shared: dict[int, torch.Tensor] = {}  # by the identity of the tensor that is replaced
     compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for key, tensor in recorded.items():
         for form, copy in pairs:
@@ -412,12 +412,12 @@ def share_tensors(
                 continue
             # The same memory is not compared: reading a result waits for the device
             if (form.data_ptr(), form.stride()) == (tensor.data_ptr(), tensor.stride()):
-                known.setdefault(key, copy)
+                shared.setdefault(key, copy)
             else:
                 compared.append((key, copy, (form == tensor).all()))
     flags = torch.stack([flag for *_, flag in compared]).tolist() if compared else []
     for (key, copy, _), is_same in zip(compared, flags, strict=True):
         if is_same:
-            known.setdefault(key, copy)
-    share = lambda tensor: known.get(id(tensor), tensor)  # noqa: E731
+            shared.setdefault(key, copy)
+    share = lambda tensor: shared.get(id(tensor), tensor)  # noqa: E731
     return [replace(record, calls=recursively_apply(share, record.calls)) for record in records]

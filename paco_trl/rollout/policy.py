@@ -234,8 +234,8 @@ def predict(
     for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
         with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
-            fresh = recursively_apply(lambda tensor: tensor, call)  # as in `BatchRecorder.on_call`
-            outputs.append(model(**fresh)[0])
+            arguments = recursively_apply(lambda tensor: tensor, call)  # as in `BatchRecorder.on_call`
+            outputs.append(model(**arguments)[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
 
 
@@ -252,9 +252,9 @@ def check_call_at(record: RecordedStep, family: Family) -> None:
         again = family.call_at(call, record.sample, recorded)
         for name in sorted(call.keys() | again.keys()):
             compared += [(name, flag) for flag in _sameness(call.get(name), again.get(name))]
-    waiting = [flag for _, flag in compared if torch.is_tensor(flag)]
-    on_device = iter(torch.stack(waiting).tolist() if waiting else ())  # read all at once
-    flags = [next(on_device) if torch.is_tensor(flag) else flag for _, flag in compared]
+    on_device = [flag for _, flag in compared if torch.is_tensor(flag)]
+    values = iter(torch.stack(on_device).tolist() if on_device else ())  # read all at once
+    flags = [next(values) if torch.is_tensor(flag) else flag for _, flag in compared]
     wrong = dict.fromkeys(name for (name, _), is_same in zip(compared, flags, strict=True) if not is_same)
     if wrong:
         raise RuntimeError(

@@ -89,8 +89,10 @@ class Batch:
     def split(self, parts: int, family: Family) -> list["Batch"]:
         """Split the batch into equal micro-batches."""
         size = len(self.samples) // parts
-        steps = zip(*(split_step(step, parts, family) for step in self.steps), strict=True)
-        return [Batch(self.samples[part * size : (part + 1) * size], [*of_part]) for part, of_part in enumerate(steps)]
+        split_steps = zip(*(split_step(step, parts, family) for step in self.steps), strict=True)
+        return [
+            Batch(self.samples[part * size : (part + 1) * size], [*steps]) for part, steps in enumerate(split_steps)
+        ]
 
 
 class Round:
@@ -188,12 +190,13 @@ class Round:
             return
         first = [batch for batch in batches if batch.samples[0].anchor is None]
         anchored = [batch for batch in batches if batch.samples[0].anchor is not None]
-        spare = Batch(self.samples[:1] * len(batches[0].samples)).without_completions()
-        yield from first + [spare] * (max(gather([len(first)])) - len(first))
+        filler = Batch(self.samples[:1] * len(batches[0].samples)).without_completions()
+        yield from first + [filler] * (max(gather([len(first)])) - len(first))
         self._gather_anchors(anchored, gather)
-        yield from anchored + [spare] * (max(gather([len(anchored)])) - len(anchored))
+        yield from anchored + [filler] * (max(gather([len(anchored)])) - len(anchored))
 
     def _gather_anchors(self, batches: list[Batch], gather: Callable[[list], list]) -> None:
+        """Give the anchors of some batches their images, which other processes may have generated."""
         anchors = {sample.anchor for batch in batches for sample in batch.samples}
         needed = {anchor.completion.number: anchor for anchor in anchors if anchor and anchor.completion}
         # Each unfinished set has its first image alone
@@ -216,12 +219,13 @@ class Round:
         return finished
 
     def _add(self, completion: Completion, panels: dict[int, Image.Image]) -> list[Completion]:
-        known = self._panels.setdefault(completion.number, {})
-        known |= panels
-        if len(known) < len(completion.samples):
+        """Add images of a completion by panel; return the completion once it has all of them."""
+        generated = self._panels.setdefault(completion.number, {})
+        generated |= panels
+        if len(generated) < len(completion.samples):
             return []
         del self._panels[completion.number]
-        images = [image for _, image in sorted(known.items())]
+        images = [image for _, image in sorted(generated.items())]
         completion.image = images[0] if len(images) == 1 else join_grid(images, 1, len(images))
         return [completion]
 

@@ -71,24 +71,24 @@ class ContactSheetsCallback(TrainerCallback):
         self, args, state, control, round: TrainingRound, scores: Scores, advantages: torch.Tensor, **kwargs
     ) -> None:
         """Save the sheet of a round. Collective: called on all ranks."""
-        shown = ScoredImages.collect(
+        scored = ScoredImages.collect(
             self.accelerator, round.completions, round.num_generations, self.reward_names, scores.rewards, scores.extra,
             advantages,
         )  # fmt: skip
         title = f"Round {round.index}, step {state.global_step}"
-        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_numbers, shown)
+        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_numbers, scored)
 
     def on_evaluation_end(
         self, args, state, control, rows: PromptRows, after: Evaluation, before: Evaluation | None, name: str, **kwargs
     ) -> None:
         """Save the sheet of an evaluation, with the images of the untrained model beside its own."""
-        shown = self._shown(after, args.num_generations_eval)
-        untrained = None if before is None else self._shown(before, args.num_generations_eval)
+        scored = self._scored_images(after, args.num_generations_eval)
+        untrained = None if before is None else self._scored_images(before, args.num_generations_eval)
         title = f"Evaluation, step {state.global_step}"
         name, tracker = f"{name}_step_{state.global_step:06d}", f"{name}_contact_sheet"
-        self.save(args, state, name, title, rows, list(range(len(rows))), shown, untrained, tracker)
+        self.save(args, state, name, title, rows, list(range(len(rows))), scored, untrained, tracker)
 
-    def _shown(self, evaluation: Evaluation, num_generations: int) -> ScoredImages:
+    def _scored_images(self, evaluation: Evaluation, num_generations: int) -> ScoredImages:
         columns = (evaluation.pictures, num_generations, self.eval_reward_names, evaluation.rewards, evaluation.extra)
         return ScoredImages(*columns)
 
@@ -100,7 +100,7 @@ class ContactSheetsCallback(TrainerCallback):
         title: str,
         rows: PromptRows,
         row_numbers: list[int],
-        shown: ScoredImages,
+        scored: ScoredImages,
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
     ) -> None:
@@ -114,5 +114,5 @@ class ContactSheetsCallback(TrainerCallback):
             }
         prompts = [rows.prompts[row_number] for row_number in row_numbers]
         folder = Path(args.output_dir) / "contact_sheets"
-        sheet = save_scored_sheet(folder, name, title, prompts, shown, before, sources)
+        sheet = save_scored_sheet(folder, name, title, prompts, scored, before, sources)
         send_to_trackers(sheet, tracker_name, state.global_step, self.trackers)

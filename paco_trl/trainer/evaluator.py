@@ -151,14 +151,15 @@ class Evaluator:
         policy.encoder.encode(rows, eval_round.row_numbers_of(local_batches)[:ROWS_AHEAD])
         num_steps = args.num_inference_steps_eval
         with self.scorer.scoring(eval_round, trained.state) as scoring, policy.on_device(trained.engine):
-            for finished in policy.rollout(eval_round, local_batches, num_steps, progress=progress):
-                scoring.add(finished)
-                measured += measure_images(finished)
-                for done in finished:
-                    artifacts.append((done.number, _grid_artifact(done.image, period, *rows.layouts[done.row_number])))
-                    if done.group < MAX_PROMPTS and done.generation < MAX_IMAGES:
-                        pictures.append((done.number, thumbnail(done.image, len(done.samples))))
-                    done.image = None
+            for completions in policy.rollout(eval_round, local_batches, num_steps, progress=progress):
+                scoring.add(completions)
+                measured += measure_images(completions)
+                for completion in completions:
+                    layout = rows.layouts[completion.row_number]
+                    artifacts.append((completion.number, _grid_artifact(completion.image, period, *layout)))
+                    if completion.group < MAX_PROMPTS and completion.generation < MAX_IMAGES:
+                        pictures.append((completion.number, thumbnail(completion.image, len(completion.samples))))
+                    completion.image = None
         scores = scoring.scores
         check_evaluation_scores(self.rewards, scores.rewards, args.max_excluded_images)
         logged = scores.metrics | image_metrics(measured, generations)

@@ -56,16 +56,16 @@ class PushesToHub(Trainer):
                 base_license(base_model, online=True, token=api.token)  # remembered for the checkpoints
             repo_id = prepare_repository(api, repo_id, private, args.hub_revision, base_model, self.published_files)
         except ConnectionError as error:
-            known = remembered_repository(args.output_dir)
-            known_id = known.get("repo_id", "")
-            asked = {"repo_id": known_id, "revision": args.hub_revision, "private": private}
-            if known != asked or not f"/{known_id}".endswith(f"/{repo_id}"):
+            earlier = remembered_repository(args.output_dir)
+            earlier_id = earlier.get("repo_id", "")
+            requested = {"repo_id": earlier_id, "revision": args.hub_revision, "private": private}
+            if earlier != requested or not f"/{earlier_id}".endswith(f"/{repo_id}"):
                 raise ConnectionError(
                     f"{error} Or start with `push_to_hub=False`, and upload by `paco-trl push {args.output_dir} "
                     f"--hub_model_id {repo_id}`."
                 ) from error
             # A resumed run has passed these checks: an outage does not stop it
-            repo_id = known_id
+            repo_id = earlier_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
         remember_repository(args.output_dir, repo_id, args.hub_revision, private)
         return HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 
 from ..rollout import Family, SDESettings, TransformerStep
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round
+from ..rollout.rounds import Batch, Round, Sample
 from ..rollout.sde import STREAMS
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -79,8 +79,8 @@ class RoundSchedule:
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
-        taken = set(self.row_numbers(round_index))
-        return [row_number for row_number in order.tolist() if row_number not in taken]
+        in_round = set(self.row_numbers(round_index))
+        return [row_number for row_number in order.tolist() if row_number not in in_round]
 
     def remaining_row_numbers(self, max_steps: int, first_round: int) -> list[int]:
         """Return the numbers of the rows that the rest of a run needs."""
@@ -148,19 +148,18 @@ class TrainingRound(Round):
             for sample in completion.samples:
                 sample.advantage = advantage
         taking_part = is_trained.tolist()
+
+        def share(sample: Sample) -> float:
+            """Return the share of a sample in its completion, 0 where that is not trained."""
+            completion = sample.completion
+            return 1 / len(completion.samples) if completion and taking_part[completion.number] else 0.0
+
         per_step = len(self.local_batches) // self.plan.num_optimizer_steps
         self.num_trained = []
         for first in range(0, len(self.local_batches), per_step):
-            samples = [
-                sample for mine in self.batches for batch in mine[first : first + per_step] for sample in batch.samples
-            ]
-            counts = [
-                1 / len(sample.completion.samples)
-                if sample.completion and taking_part[sample.completion.number]
-                else 0.0
-                for sample in samples
-            ]
-            shares = torch.tensor(counts)  # (samples,)
+            step_batches = [batch for batches in self.batches for batch in batches[first : first + per_step]]
+            samples = [sample for batch in step_batches for sample in batch.samples]
+            shares = torch.tensor([share(sample) for sample in samples])  # (samples,)
             self.num_trained.append(shares.sum().item())
             denominator = self.num_trained[-1] * self.plan.num_trained_steps or 1  # without one all weights are 0
             for sample, weight in zip(samples, (shares / denominator).tolist(), strict=True):
@@ -188,8 +187,8 @@ class TrainingRound(Round):
 
     def batches_of(self, groups: set[int]) -> list[Batch]:
         """Return this process's batches of some groups, and fillers, so that every process generates as many."""
-        by_process = [[batch for batch in mine if batch.groups & groups] for mine in self.batches]
-        filler = next(batch for mine in by_process for batch in mine).without_completions()
+        by_process = [[batch for batch in batches if batch.groups & groups] for batches in self.batches]
+        filler = next(batch for batches in by_process for batch in batches).without_completions()
         local = by_process[self.process_index]
         return local + [filler] * (max(map(len, by_process)) - len(local))
 

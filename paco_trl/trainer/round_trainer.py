@@ -169,14 +169,17 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         self._open_run(args, model, peft_config, family)
-        models = offload_models(args, self.rewards, self.eval_rewards)
+        reward_models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         self.pipeline = self._load_pipeline(model, args, peft_config, family, eval_rows)
-        parts = sorted(self.pipeline.components.items())
-        parts = [(name, part) for name, part in parts if isinstance(part, nn.Module) or name == "scheduler"]
-        self._identify_weights({name: component_fingerprint(part) for name, part in parts})
+        components = {
+            name: component
+            for name, component in sorted(self.pipeline.components.items())
+            if isinstance(component, nn.Module) or name == "scheduler"
+        }
+        self._identify_weights({name: component_fingerprint(component) for name, component in components.items()})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
 
@@ -197,12 +200,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
         # 4. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).
-        stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
+        enable_jit_checkpoint, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # it saves within a step
         _BaseTrainer.__init__(
             self, model=pipeline_policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
-        args.enable_jit_checkpoint = stops
+        args.enable_jit_checkpoint = enable_jit_checkpoint
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None:
@@ -225,8 +228,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.policy = Policy(
             pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
         )
-        runs = dict.fromkeys((self.rewards, self.eval_rewards))
-        scorers = {rewards: RewardScorer(rewards, self.accelerator, models[rewards]) for rewards in runs}
+        scorers = {
+            rewards: RewardScorer(rewards, self.accelerator, models) for rewards, models in reward_models.items()
+        }
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity["weights"])
         self.statistics: Any = self._statistics_class(self.accelerator, args)
@@ -247,7 +251,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, peft_config: LoraConfig | str | None,
         family: Family | None, eval_rows: list[PromptRows],
     ) -> DiffusionPipeline:  # fmt: skip
-        """Load the frozen pipeline. Everything that its name and configs tell is checked before its weights are read."""
+        """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
@@ -257,11 +261,27 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
             **init,
         )  # fmt: skip
-        is_built = is_buildable(model, init, family)
+        has_weights = not is_buildable(model, init, family)
         dtypes = {"default": torch.float32}  # that of configs
-        pipeline = load_without_weights(str(model), dtypes, encodes=False, **init) if is_built else load()
+        pipeline = load() if has_weights else load_without_weights(str(model), dtypes, encodes=False, **init)
         self.family = family_of(pipeline) if family is None else family
         self._check_family()
+        self._check_pipeline(pipeline, args, is_full, eval_rows)
+        if not has_weights:
+            check_trained(pipeline, self.family, peft_config)
+            pipeline = load()
+        if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
+            check_base_weights(pipeline, ["transformer"] if is_full else [])
+        return pipeline
+
+    def _check_family(self) -> None:
+        """Check that the family supports the method, before its weights are read."""
+
+    def _check_pipeline(
+        self, pipeline: DiffusionPipeline, args: PaCoGRPOConfig, is_full: bool, eval_rows: list[PromptRows]
+    ) -> None:
+        """Check prompts and settings against the pipeline, which may have no weights yet."""
+        is_deepspeed = args.deepspeed_plugin is not None
         quantization = describe_quantization(pipeline.transformer)
         check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         self.size_multiple = self.family.size_multiple(pipeline)
@@ -273,15 +293,6 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             queries = example_queries(pipeline.transformer, self.compute_dtype, args.device)
             check_attention_backend(args.attention_backend, queries)
-        if is_built:
-            check_trained(pipeline, self.family, peft_config)
-            pipeline = load()
-        if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
-            check_base_weights(pipeline, ["transformer"] if is_full else [])
-        return pipeline
-
-    def _check_family(self) -> None:
-        """Check that the family supports the method, before its weights are read."""
 
     def _send_telemetry(self) -> None:
         """Send nothing: TRL's telemetry reads a model type that a diffusers config lacks."""
