@@ -9,7 +9,7 @@ from typing import Any
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
-from paco_trl.commands import parser
+from paco_trl.commands import options as command_options
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS
 
@@ -26,7 +26,9 @@ def text() -> str:
     for kinds in bases.values():
         for kind in kinds:
             own = inspect.get_annotations(kind)
-            options[kind.__name__] = {name: found for name, found in parser.describe(kind).items() if name in own}
+            options[kind.__name__] = {
+                name: found for name, found in command_options.describe(kind).items() if name in own
+            }
     options["TrainingArguments"]["report_to"]["choices"] = [*INTEGRATION_TO_CALLBACK, "all", "none"]
     lines = ["{", '"bases": {']
     lines += [
@@ -54,4 +56,4 @@ def text() -> str:
 if __name__ == "__main__":
     from pathlib import Path
 
-    Path(parser.__file__).with_name("config_options.json").write_text(text(), encoding="utf-8")
+    Path(command_options.__file__).with_name("config_options.json").write_text(text(), encoding="utf-8")

@@ -24,13 +24,15 @@ from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
 from paco_trl.commands import build_arguments, doctor, env, evaluate_arguments, main
 from paco_trl.commands import parser as parser_module
-from paco_trl.commands.grpo import parser_of
-from paco_trl.commands.parser import CommandParser, find_unused, option
+from paco_trl.commands.grpo import ImageCommandParser
+from paco_trl.commands.options import find_unused, option
+from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.utils.errors import OptionError
 from paco_trl.utils.text import number_text
 
 
@@ -116,11 +118,12 @@ class TestFiles:
     def parse_checked(tmp_path, text: str, *words: str) -> Arguments:
         """With a rule between two options, and one about a third."""
 
-        def check(parsed: Arguments) -> Iterator[str]:
+        def check(parsed: Arguments) -> Iterator[OptionError]:
             if parsed.height is not None and parsed.height > parsed.max_steps + 2:
                 rest = f"at a `learning_rate` of {parsed.learning_rate}"  # which has nothing to do with it
-                yield f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}."
-            yield from find_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`")
+                message = f"`height` is {parsed.height}, but `max_steps` {parsed.max_steps} {rest}."
+                yield OptionError(message, "height", "max_steps")
+            yield from find_unused(parsed, ["sde_steps"] * parsed.swap, "with `--swap`", "swap")
 
         (tmp_path / "a.yaml").write_text(text)
         words = ["--config", str(tmp_path / "a.yaml"), *words]
@@ -194,7 +197,7 @@ class TestOptions:
             (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
-            (["--seed", "-1", *DATA], "`seed`"),
+            (["--seed", "-1", *DATA], "`--seed`"),
             ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--model_init_kwargs", "[1]", *DATA], "by name"),
@@ -259,11 +262,11 @@ class TestOptions:
         words = ["--config", str(tmp_path / "a.yaml"), "--num_inference_steps", "2", "--sde_steps", "0", "--use_cpu"]
         words += ["--bf16", "False", "--model_name_or_path", str(tiny_flux)]
         with pytest.raises(ValueError, match="`scale_rewards` is 'nosuch'"):
-            parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
+            ImageCommandParser(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
                 [*words, "--output_dir", str(tmp_path / "o"), *DATA]
             )
         (tmp_path / "a.yaml").write_text("scale_rewards: false\n")
-        _, args = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
+        _, args = ImageCommandParser(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo").parse_args_and_config(
             [*words, "--output_dir", str(tmp_path / "o"), *DATA]
         )
         assert args.scale_rewards == "none"
@@ -292,7 +295,7 @@ class TestOptions:
     def test_defaults_of_a_family_may_make_it_right(self, capsys):
         """Which one the model has is known later."""
         for words, is_refused in (("--image_folder a", False), ("--clip_model a --rewards redness", True)):
-            parser, said = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo"), ""
+            parser, said = ImageCommandParser(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo"), ""
             try:
                 parser.read([*DATA, *words.split()])
             except ValueError as error:

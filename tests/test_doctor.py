@@ -26,6 +26,7 @@ from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
+from paco_trl.utils.errors import refuse
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
 from tiny_models import build_tiny_flux2_klein
 
@@ -293,7 +294,7 @@ class TestFaults:
         rows = examine(generation_batch_size=18)
         assert rows["versions"].verdict == "ok"
         assert rows["configuration"].verdict == "failed"
-        assert "`generation_batch_size` = 18" in rows["configuration"].finding
+        assert "`--generation_batch_size` = 18" in rows["configuration"].finding
         assert {row.verdict for name, row in rows.items() if name not in ("versions", "configuration")} == {"skipped"}
 
 
@@ -365,7 +366,7 @@ def test_the_output_directory(examine, tmp_path):
     row = find(True)
     assert (row.verdict, row.advice) == ("ok", "") and str(latest) in row.finding
     row = find()
-    assert row.verdict == "failed" and "`overwrite_output_dir=True`" in row.finding
+    assert row.verdict == "failed" and "`--overwrite_output_dir True`" in row.finding
     row = find(overwrite_output_dir=True)
     assert row.verdict == "warning" and "deletes" in row.advice and latest.exists()
     cut_short = add(11)
@@ -409,7 +410,7 @@ class TestMemory:
         assert doctor.PlanArguments("24GB").memory_of(None) == 24 * 10**9
         for wrong in ("", "large", "24 cards", "-1"):
             with pytest.raises(ValueError, match="--device_memory"):
-                doctor.PlanArguments(wrong).memory_of(None)
+                refuse(doctor.PlanArguments(wrong).errors())
 
     @pytest.mark.parametrize(("processes", "fits"), [("1", True), ("2", False)])
     def test_the_host_is_compared_too(self, tiny_plan, monkeypatch, processes, fits):
@@ -447,9 +448,9 @@ class TestMemory:
         ("text", "changes", "token"),
         [
             (_REWARD, {}, None),
-            (_REWARD, {"reward_weights": [1, 2]}, "`reward_weights`"),
-            (_REWARD, {"rewards": ["clip_t"], "reward_weights": [1, 2]}, "`reward_weights`"),
-            (_REWARD, {"reward_required": [True, False]}, "`reward_required`"),
+            (_REWARD, {"reward_weights": [1, 2]}, "`--reward_weights`"),
+            (_REWARD, {"rewards": ["clip_t"], "reward_weights": [1, 2]}, "`--reward_weights`"),
+            (_REWARD, {"reward_required": [True, False]}, "`--reward_required`"),
             (_REWARD.replace("prompts", "masks"), {}, "`masks`"),
             (_REWARD.replace(", **kwargs", ""), {}, "`**kwargs`"),
             (_REWARD + _REWARD.replace("mine", "other"), {}, "mine.py:other`"),
@@ -460,7 +461,7 @@ class TestMemory:
                 "'path'",
             ),
             (_REWARD, {"eval_rewards": ["missing.py"], **_EVALUATED}, "missing.py"),
-            (_REWARD, {"metric_for_best_model": "eval_rewards/other/mean", **_EVALUATED}, "`metric_for_best_model`"),
+            (_REWARD, {"metric_for_best_model": "eval_rewards/other/mean", **_EVALUATED}, "`--metric_for_best_model`"),
         ],
         ids=str,
     )

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from hub_server import HubServer
 from paco_trl import load_for_inference
 from paco_trl.commands import evaluate_arguments as evaluate
-from paco_trl.commands.grpo import parser_of
+from paco_trl.commands.grpo import ImageCommandParser
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.generation.inference import read_loading_spec
 from paco_trl.hub.settings import LoRA, load_settings, save_settings
@@ -53,7 +53,7 @@ def test_as_it_was_trained(run, tmp_path):
 
 
 def test_training_goes_on_with_the_base_of_the_adapter(run, tmp_path):
-    parser = parser_of(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo")
+    parser = ImageCommandParser(ScriptArguments, "PaCoGRPOConfig", prog="paco-trl grpo")
     words = (
         f"--dataset_name demo --rewards redness --output_dir {tmp_path}/more --use_cpu --bf16 False --adapter {run}"
     )

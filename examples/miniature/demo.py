@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paco_trl.commands.parser import option
+from paco_trl.commands.options import option
 
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
+from ..utils.errors import OptionError
 from ..utils.files import open_weights, read_record, write_atomically
 from ..utils.locks import take_lock
 from ..utils.text import differences
@@ -161,14 +162,15 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         if is_path:
             message = f"The checkpoint '{checkpoint}' is incomplete: {reason}"
             message = message if checkpoint.is_dir() else f"There is no checkpoint '{checkpoint}'."
-            raise ValueError(f"{message} Pass another, or `resume_from_checkpoint=True` for the latest complete one.")
+            message += " Pass another, or `resume_from_checkpoint=True` for the latest complete one."
+            raise OptionError(message, "resume_from_checkpoint")
         _warn(f"The checkpoint '{checkpoint}' is skipped: {reason}")
     if requested == "auto":
         return None
-    raise ValueError(
+    raise OptionError(
         f"`resume_from_checkpoint` is True, but '{output_dir}' has no complete checkpoint. Use 'auto', leave "
-        "it out, or pass the directory of a checkpoint."
-    )
+        "it out, or pass the directory of a checkpoint.", "resume_from_checkpoint",
+    )  # fmt: skip
 
 
 def how_to_resume(output_dir: str | Path) -> str:
@@ -222,10 +224,11 @@ def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
     """Reject a directory with files of the user that a run would overwrite or delete."""
     if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
-        raise ValueError(message)
+        raise OptionError(message, "output_dir")
     for checkpoint in checkpoints_of(output_dir):
         if not (checkpoint / RUN_FILE).exists():
-            raise ValueError(f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away.")
+            message = f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away."
+            raise OptionError(message, "output_dir")
 
 
 def begin_output_dir(output_dir: str | Path) -> None:
@@ -240,10 +243,10 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
             continue
         if changes := differences(read_run(checkpoint).get("identity", identity), identity):
             lines = "\n  ".join(["", *changes])
-            raise ValueError(
+            raise OptionError(
                 f"`output_dir` has '{checkpoint}' of another run:{lines}\nChoose another directory, or delete that "
-                "run with `overwrite_output_dir=True`."
-            )
+                "run with `overwrite_output_dir=True`.", "output_dir",
+            )  # fmt: skip
 
 
 def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
@@ -251,10 +254,11 @@ def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
     checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
     if checkpoints and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
         names = ", ".join(checkpoint.name for checkpoint in checkpoints[::-1])
-        raise ValueError(
+        raise OptionError(
             f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
-            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another directory."
-        )
+            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another directory.",
+            "output_dir",
+        )  # fmt: skip
 
 
 def delete_run(output_dir: str | Path) -> None:

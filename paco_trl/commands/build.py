@@ -15,6 +15,7 @@ from ..data import load_image_set_prompts
 from ..generation.image_files import digest_of_prompts
 from ..generation.sample_sheet import pairs_sheet
 from ..utils.chat import ChatEndpoint
+from ..utils.errors import OptionError
 from ..utils.files import digest
 from ..utils.fingerprint import model_files
 from ..utils.stage_folder import StageFolder
@@ -115,7 +116,7 @@ def make_panels(args: arguments.PanelsArguments) -> None:
     prompts, grids = grid_prompts(args), result(args, "grids")
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
     if unknown:
-        raise ValueError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
+        raise OptionError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
     rows = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(rows)
     generated_with = digest(stage(args, "grids").settings)

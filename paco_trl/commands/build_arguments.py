@@ -24,15 +24,16 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .parser import find_unused, option, run_stage
+from ..utils.errors import OptionError
+from ..utils.option_checks import DTYPES, QUANTIZATIONS
+from .options import find_unused, option
 from .script_arguments import check_names
+from .stages import run_stage
 
 
 if TYPE_CHECKING:
     from ..generation.inference import LoadingSpec
 
-DTYPES = ("bfloat16", "float16", "float32")
-QUANTIZATION_NAMES = ("nf4", "int8", "fp8", "fp8_storage")
 PIPELINE_QUANTIZATION = "Quantization of transformer and text encoders: `auto` (as in the run), `nf4`, `int8`, `fp8`, `fp8_storage`, or `None`."
 
 
@@ -58,10 +59,11 @@ class ServerArguments(RequestArguments):
     base_url: str | None = option(None, "Address of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`.")
     model: str | None = option(None, "Name of the model on the server.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         if self.base_url is None or self.model is None:
-            yield f"`--base_url` is {self.base_url!r} and `--model` is {self.model!r}. Give both."
+            message = f"`--base_url` is {self.base_url!r} and `--model` is {self.model!r}. Give both."
+            yield OptionError(message, "base_url", "model")
 
 
 @dataclass
@@ -79,7 +81,7 @@ class PipelineArguments:
         "auto", "Dtype of the pipeline: `auto` (of the run, or `bfloat16`), `bfloat16`, `float16` or `float32`.",
         choices=("auto", *DTYPES),
     )  # fmt: skip
-    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATION_NAMES))
+    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATIONS))
     offload: bool | None = option(
         None, "Whether text encoders and transformer take turns on the GPU. If `None`, as in the run, or `True`."
     )
@@ -133,28 +135,25 @@ class PromptsArguments(ServerArguments, BuildArguments):
     duplicate_threshold: float = option(0.95, "Cosine similarity of near-duplicate prompts, of which one is kept.")
     seed: int = option(0, "Seed of the written prompts.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         if self.dataset_name is None:
             yield from super().errors()
-            yield from find_unused(self, ("dataset_config", "dataset_split"), "without `--dataset_name`")
+            yield from find_unused(
+                self, ("dataset_config", "dataset_split"), "without `--dataset_name`", "dataset_name"
+            )
         else:
-            writing = (
-                "num_written",
-                "categories",
-                "layouts",
-                "seed",
-                *(known.name for known in fields(ServerArguments)),
-            )
-            yield from find_unused(self, writing, "with `--dataset_name`")
+            of_server = [declared.name for declared in fields(ServerArguments)]
+            of_writing = ("num_written", "categories", "layouts", "seed", *of_server)
+            yield from find_unused(self, of_writing, "with `--dataset_name`", "dataset_name")
         if not all(re.fullmatch(r"\d+x\d+", text) for text in self.layouts):
-            yield f"`--layouts` is {self.layouts}, but must be rows x columns, such as 2x2."
+            message = f"`--layouts` is {self.layouts}, but must be rows x columns, such as 2x2."
+            yield OptionError(message, "layouts")
         if (self.num_selected is None) != (self.embedding_model is None):
-            yield (
-                f"`--num_selected` is {self.num_selected!r} and `--embedding_model` {self.embedding_model!r}. Give both or none."
-            )
+            values = f"`--num_selected` is {self.num_selected!r} and `--embedding_model` {self.embedding_model!r}"
+            yield OptionError(f"{values}. Give both or none.", "num_selected", "embedding_model")
         elif self.num_selected is None:
-            yield from find_unused(self, ("duplicate_threshold",), "without `--num_selected`")
+            yield from find_unused(self, ("duplicate_threshold",), "without `--num_selected`", "num_selected")
 
 
 @dataclass
@@ -195,12 +194,13 @@ class RankArguments(BuildArguments):
         choices=("auto", *DTYPES),
     )  # fmt: skip
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         if self.judge_model == "automatic":
-            yield from find_unused(self, ("judge_url", "annotator", "dtype"), "without `--judge_model`")
+            of_judge = ("judge_url", "annotator", "dtype")
+            yield from find_unused(self, of_judge, "without `--judge_model`", "judge_model")
         elif self.judge_url is not None:
-            yield from find_unused(self, ("dtype",), "with `--judge_url`")
+            yield from find_unused(self, ("dtype",), "with `--judge_url`", "judge_url")
 
 
 @dataclass
@@ -213,9 +213,10 @@ class PairsArguments(BuildArguments):
     max_rankings: int | None = option(3136, "Maximum number of rankings to hold out (paper).")
     seed: int = option(0, "Seed of the split and of all sampling.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
-        yield from find_unused(self, ["max_rankings"] * (self.test_size == 0), "with `--test_size 0`")
+        if self.test_size == 0:
+            yield from find_unused(self, ["max_rankings"], "with `--test_size 0`", "test_size")
 
 
 @dataclass

@@ -47,6 +47,7 @@ from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
 from .env import VERSIONS, newer_than_tested, version_of
+from .main import as_typed
 from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (
@@ -152,9 +153,9 @@ def check_configuration(state: DoctorState) -> Row:
     try:
         state.script_args, args, state.plan_args = state.parse()
     except OSError as error:
-        if state.parser.presets is None:
+        if not state.parser.uses_presets:
             raise
-        state.parser.presets = None  # they need the model
+        state.parser.uses_presets = False  # they need the model
         row = check_configuration(state)
         return replace(row, verdict=WARNING, advice=f"{error} Its family's defaults are left out. {row.advice}")
     except ValueError as error:
@@ -164,7 +165,9 @@ def check_configuration(state: DoctorState) -> Row:
         state.skips = "There is no GPU: no weights are loaded."
         if state.plan_args.device_memory is None:
             row.verdict = WARNING
-            row.advice = f"The run stops here: {error} `--use_cpu` makes the other checks as well, on the CPU."
+            row.advice = (
+                f"The run stops here: {as_typed(error)} `--use_cpu` makes the other checks as well, on the CPU."
+            )
     state.args = args
     state.run_args = copy.copy(args)
     if not isinstance(args, PaCoGRPOConfig):
@@ -517,7 +520,7 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     except Exception as error:
         frames = "" if is_message_enough(error) else frames_of_cause(error)
         sys.stderr.write(traceback.format_exc() if frames is None else frames)
-        return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else str(error))]
+        return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else as_typed(error))]
     finally:
         logger.removeHandler(handler)
     rows = result if isinstance(result, list) else [Row(OK, result) if isinstance(result, str) else result]

@@ -3,13 +3,17 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..utils.errors import OptionError
 from . import reward
-from .grpo import parser_of
-from .parser import CommandParser, option, work_of
+from .grpo import ImageCommandParser
+from .options import option
+from .parser import CommandParser
 from .script_arguments import ScriptArguments
+from .stages import work_of
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)  # a lower-case b would be bits
@@ -24,19 +28,18 @@ class PlanArguments:
         "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
     )
 
-    def __post_init__(self):
+    def errors(self) -> Iterator[OptionError]:
+        """Find what is no size."""
         if self.device_memory is not None and not _SIZE.fullmatch(self.device_memory.strip()):
-            raise ValueError(f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB.")
+            message = f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB."
+            yield OptionError(message, "device_memory")
 
     def memory_of(self, args: Any) -> int | None:
         """Return the memory of the card."""
         if self.device_memory is not None and (size := _SIZE.fullmatch(self.device_memory.strip())):
-            number, unit, binary = (
-                size[1],
-                size[2].upper() or "G",
-                size[3] or not self.device_memory.upper().endswith("B"),
-            )
-            return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit) + 1))
+            is_binary = size[3] or not self.device_memory.upper().endswith("B")
+            power = "KMGT".index(size[2].upper() or "G") + 1
+            return int(float(size[1]) * (1024 if is_binary else 1000) ** power)
         import torch
 
         is_there = torch.cuda.is_available() and not args.use_cpu
@@ -50,7 +53,7 @@ def parser_for(command: str) -> CommandParser:
     if command == "reward":
         return reward.parser_of(PlanArguments, prog=program, description=text)
     config = "PaCoNFTConfig" if command == "nft" else "PaCoGRPOConfig"
-    return parser_of(ScriptArguments, config, PlanArguments, prog=program, description=text)
+    return ImageCommandParser(ScriptArguments, config, PlanArguments, prog=program, description=text)
 
 
 def main(arguments: list[str]) -> int:
@@ -66,6 +69,6 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     if command not in ("grpo", "nft", "reward"):
-        raise ValueError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
+        raise OptionError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
     parser_for(command).read(words)  # refuses what is wrong without a model
     return work_of("doctor", "diagnose")(command, words)

@@ -32,16 +32,17 @@ from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
+from ..utils.errors import OptionError, refuse
 from ..utils.files import read_record, write_atomically
 from ..utils.fingerprint import model_files
 from ..utils.locks import sole_writer
 from ..utils.names import public_name
-from ..utils.option_checks import check_panel_options, refuse
+from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
 from .evaluate_judge import evaluate
 from .evaluate_prompts import evaluate_prompts
-from .parser import find_unused
+from .options import find_unused
 
 
 _SYSTEM_FILE = "system.json"  # says where the scored images are that were generated elsewhere
@@ -105,7 +106,7 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     if settings and settings["prompts"] != digest_of_prompts(benchmark):
         raise ValueError(f"The images in {folder} were generated with other prompts, or another `--set_layout`.")
     if settings and images is not None:
-        raise ValueError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
+        raise OptionError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
     if args.benchmark == "gedit":
         return benchmarks.find_edits(images or folder, benchmark), settings
     if not settings:
@@ -248,7 +249,8 @@ def report(args: arguments.ReportArguments) -> Step:
     systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
     adapters = [system.settings.get("adapter") for system in systems]
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
-        raise ValueError(f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: the wrong way around.")
+        message = f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: the wrong way around. Swap them."
+        raise OptionError(message, "base", "tuned")
     if args.benchmark == "t2is":
         results = benchmarks.t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
     else:

@@ -23,10 +23,20 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
-from ..utils.option_checks import PANEL_GENERATIONS, PROTOCOLS, SET_LAYOUTS
-from .build_arguments import DTYPES, PIPELINE_QUANTIZATION, QUANTIZATION_NAMES, PipelineArguments, RequestArguments
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option, run_stage
-from .script_arguments import PromptDataArguments, RewardOptions, check_names, find_unused_reward_options
+from ..utils.errors import OptionError
+from ..utils.option_checks import DTYPES, PANEL_GENERATIONS, PROTOCOLS, QUANTIZATIONS, SET_LAYOUTS
+from .build_arguments import PIPELINE_QUANTIZATION, PipelineArguments, RequestArguments
+from .options import find_unused, option
+from .script_arguments import (
+    JUDGE_ATTENTION,
+    JUDGE_QUANTIZATION,
+    PromptDataArguments,
+    RewardOptions,
+    check_names,
+    find_unused_reward_options,
+    judge_options,
+)
+from .stages import run_stage
 
 
 if TYPE_CHECKING:
@@ -81,7 +91,8 @@ def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | 
 
         key = args.api_key_variable and os.environ.get(args.api_key_variable)
         if args.api_key_variable is not None and not key:
-            raise ValueError(f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set.")
+            message = f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set. Set it."
+            raise OptionError(message, "api_key_variable")
         return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
     from ..rewards.paco_reward import PaCoReward
 
@@ -135,7 +146,7 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
     width: int | None = option(None, "Width in pixels, for rows without one. If `None`, that of the run, or 1024.")
     seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
     bf16: bool | None = option(None, "Whether to generate in bf16, not float32. If `None`, as the run, or in bf16.")
-    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATION_NAMES))
+    quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATIONS))
     vae_tiling: bool | None = option(None, "Whether the VAE decodes in tiles. If `None`, as in the run, or not.")
     num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
 
@@ -144,14 +155,14 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
         """Directories of the results, of the base model and of the adapters."""
         return ["base", *(os.path.basename(os.path.abspath(adapter)) for adapter in self.adapter or ())]
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         yield from find_unused_reward_options(self)
         if len({*self.folders}) < len(self.folders):
-            yield (
+            yield OptionError(
                 f"`--adapter` is {', '.join(self.adapter or ())}: two systems would write to one directory, since it has the "
-                "last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`."
-            )
+                "last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`.", "adapter",
+            )  # fmt: skip
 
 
 @dataclass
@@ -182,9 +193,11 @@ class ScoredArguments(BenchmarkArguments):
         "default", "`default`, or `published` as its own script does (`t2is`: in `report` only).", choices=PROTOCOLS
     )
 
-    def __post_init__(self):
+    def errors(self) -> Iterator[OptionError]:
+        """Find a benchmark that is scored elsewhere."""
         if self.benchmark == "stories":
-            raise ValueError("ViStoryBench's evaluator scores them: `generate --panel_files True` writes its input.")
+            message = "ViStoryBench's evaluator scores them: `generate --panel_files True` writes its input."
+            yield OptionError(message, "benchmark")
 
 
 @dataclass
@@ -198,12 +211,13 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     )
     output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         if self.benchmark == "gedit":
-            yield from find_unused(self, ("panel_files", "batch_size"), "with `--benchmark gedit`")
+            yield from find_unused(self, ("panel_files", "batch_size"), "with `--benchmark gedit`", "benchmark")
         if len(self.seeds) > 1 and (self.benchmark == "gedit" or self.panel_files):
-            yield f"`--seeds` are {self.seeds}, but GEdit-Bench and `--panel_files` take one."
+            message = f"`--seeds` are {self.seeds}, but GEdit-Bench and `--panel_files` take one."
+            yield OptionError(message, "seeds", "panel_files", "benchmark")
 
 
 @dataclass
@@ -229,24 +243,30 @@ class ScoreArguments(ScoringOptions):
     output_dir: str = option("evaluation/base", "Directory of the system.")
     images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
-        is_gedit, judges = self.benchmark == "gedit", self.judges or []
-        yield from find_unused(self, _T2IS_ONLY if is_gedit else _GEDIT_ONLY, f"with `--benchmark {self.benchmark}`")
+        yield from super().errors()
+        is_gedit, judges, urls = self.benchmark == "gedit", self.judges or [], ("judge_url", "alignment_url")
+        others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY
+        yield from find_unused(self, others, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_url is None and self.alignment_url is None:
-            yield from find_unused(self, SERVED_ONLY, "without `--judge_url` or `--alignment_url`")
+            yield from find_unused(self, SERVED_ONLY, "without `--judge_url` or `--alignment_url`", *urls)
         for name, unused in _NEEDED.items():
             if getattr(self, name) is None:
-                yield from find_unused(self, unused, f"without `--{name}`")
+                yield from find_unused(self, unused, f"without `--{name}`", name)
         if is_gedit and (self.judge_url is None or len(judges) != 1):
-            yield "`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`."
+            message = "`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`."
+            yield OptionError(message, "benchmark", "judge_url", "judges")
         if not is_gedit and self.alignment_model is not None and self.alignment_file is None:
-            yield "`--alignment_model` needs `--alignment_file`: what each panel should show."
+            message = "`--alignment_model` needs `--alignment_file`: what each panel should show."
+            yield OptionError(message, "alignment_model", "alignment_file")
         addresses = [self.judge_url] * len(judges) + [self.alignment_url] * (self.alignment_model is not None)
         if not is_gedit and None not in addresses:
-            yield from find_unused(self, (*OF_JUDGES, "trust_remote_code"), "without a judge in the process")
+            of_judge = (*OF_JUDGES, "trust_remote_code")
+            yield from find_unused(self, of_judge, "without a judge in the process", *urls)
             if self.aesthetics_head is None:
-                yield from find_unused(self, ("device", "dtype", "batch_size"), "without a model in the process")
+                of_model = ("device", "dtype", "batch_size")
+                yield from find_unused(self, of_model, "without a model in the process", *urls)
 
 
 @dataclass
@@ -268,10 +288,12 @@ class ReportArguments(ReportOptions):
     tuned: str | None = option(None, "Directory of the system to compare with `base`.")
     output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
+        yield from super().errors()
         if self.card is not None and self.tuned is None:
-            yield "`--card` is for the adapter of a tuned system, but there is none."
+            message = "`--card` is for the adapter of a tuned system, but there is none. Give `--tuned` too."
+            yield OptionError(message, "card", "tuned")
 
 
 @dataclass(kw_only=True)
@@ -281,10 +303,10 @@ class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
     benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).", choices=("t2is", "gedit"))
     output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what is missing; those of its parts are found when it begins."""
         if not self.judges:
-            yield "`--judges` is missing: without one there is nothing to report."
+            yield OptionError("`--judges` is missing: without one there is nothing to report.", "judges")
 
 
 @dataclass
@@ -319,17 +341,18 @@ class JudgeArguments(JudgeOptions):
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
-    def errors(self) -> Iterator[str]:
+    def errors(self) -> Iterator[OptionError]:
         """Find what contradicts one another."""
         unused = ["template"] * (self.benchmark in ("edit_reward", "editreward_compass"))
         unused += ["protocol"] * (self.benchmark in ("vc_reward", "editreward_compass"))
-        yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`")
+        yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_model == "clip-i":
-            yield from find_unused(self, (*OF_JUDGES, "trust_remote_code"), "with `--judge_model clip-i`")
+            of_judge = (*OF_JUDGES, "trust_remote_code")
+            yield from find_unused(self, of_judge, "with `--judge_model clip-i`", "judge_model")
         else:
-            yield from find_unused(self, ("clip_model",), "without `--judge_model clip-i`")
-        where = "without `--judge_url`" if self.judge_url is None else "with `--judge_url`"
-        yield from find_unused(self, SERVED_ONLY if self.judge_url is None else IN_PROCESS_ONLY, where)
+            yield from find_unused(self, ("clip_model",), "without `--judge_model clip-i`", "judge_model")
+        where, others = ("without", SERVED_ONLY) if self.judge_url is None else ("with", IN_PROCESS_ONLY)
+        yield from find_unused(self, others, f"{where} `--judge_url`", "judge_url")
 
 
 STAGES = {

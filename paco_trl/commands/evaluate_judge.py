@@ -27,18 +27,20 @@ from ..evaluation import (
 )
 from ..evaluation.edit_reward import LAYOUTS
 from ..utils.chat import ChatEndpoint
+from ..utils.errors import OptionError, refuse
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
-from ..utils.option_checks import refuse
 from .evaluate_arguments import BENCHMARKS, JudgeArguments, load_judge
-from .parser import find_unused, judge_options
+from .options import find_unused
+from .script_arguments import judge_options
 
 
 def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
     if script_args.benchmark == "vc_reward" and script_args.template is not None:
         if script_args.judge_url is None:
-            raise ValueError(f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`.")
+            message = f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`."
+            raise OptionError(message, "template", "judge_url")
         variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
         endpoint = ChatEndpoint(script_args.judge_url, script_args.judge_model, variable, concurrency)
         endpoint.check()

@@ -41,16 +41,17 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
+from ..utils.errors import refuse
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import describe, model_files
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.names import OtherBaseError, public_name
-from ..utils.option_checks import check_panel_options, refuse
+from ..utils.option_checks import check_panel_options
 from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
-from .parser import find_unused
+from .options import find_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,

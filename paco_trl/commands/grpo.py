@@ -9,16 +9,15 @@ and Qwen-Image-Edit. `paco-trl doctor` takes the same options and checks them wi
 
 import json
 import os
-from collections.abc import Collection
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..utils.model_files import check_generates, split_adapter
 from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS
 from .main import say
-from .parser import CommandParser, config_options
+from .options import config_options
+from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
     check_judged,
@@ -36,53 +35,55 @@ from .script_arguments import (
 from .training import check_start, check_start_early, train_and_save
 
 
-def _fitting(defaults: dict[str, Any], hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a family for options that are not given."""
-    if options.get("edits") is False:  # they are for edits
-        return {}
-    # Stochastic steps are indices of the family's number of steps
-    left_out = (*options, *hidden, *(["sde_steps"] if "num_inference_steps" in options else []))
-    return {option: value for option, value in defaults.items() if option not in left_out}
+class ImageCommandParser(CommandParser):
+    """Parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
 
+    uses_presets = True
 
-def family_defaults(prog: str, hidden: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the model's family for options that are not given, and say them."""
-    from ..generation.inference import read_adapter
-    from ..rollout.families import FAMILIES, Family
-    from ..rollout.loading import read_index
+    def __init__(self, *classes: type | str, **kwargs):
+        self.is_nft = "PaCoNFTConfig" in classes
+        self.unused_fields = UNUSED_FIELDS if self.is_nft else ()
+        super().__init__(classes, self.unused_fields, is_launched=True, check=check_options, **kwargs)
 
-    kwargs = options.get("model_init_kwargs") or {}
-    kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-    model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
-    if "model_name_or_path" not in options and (adapter := options.get("adapter")):
-        check_generates(adapter, split_adapter(adapter)[0])
-        with suppress(ValueError):  # it does not say which it is for
-            model = read_adapter(adapter).model
-    name = str(read_index(model, kwargs)["_class_name"])
-    defaults = _fitting(FAMILIES.get(name, Family).training_defaults, hidden, options)
-    if defaults and os.environ.get("RANK", "0") == "0":
-        listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
-        say(prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
-    return {"model_name_or_path": model, **defaults}
+    def presets(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the model's family for options that are not set, and say them."""
+        from ..generation.inference import read_adapter
+        from ..rollout.families import FAMILIES, Family
+        from ..rollout.loading import read_index
 
+        kwargs = options.get("model_init_kwargs") or {}
+        kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+        model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
+        if "model_name_or_path" not in options and (adapter := options.get("adapter")):
+            check_generates(adapter, split_adapter(adapter)[0])
+            with suppress(ValueError):  # it does not say which it is for
+                model = read_adapter(adapter).model
+        name = str(read_index(model, kwargs)["_class_name"])
+        defaults = self._fitting(FAMILIES.get(name, Family).training_defaults, options)
+        if defaults and os.environ.get("RANK", "0") == "0":
+            listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
+            say(self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
+        return {"model_name_or_path": model, **defaults}
 
-def parser_of(*kinds: type | str, prog: str, **kwargs) -> CommandParser:
-    """Build the parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
-    is_nft = "PaCoNFTConfig" in kinds
-    hidden = UNUSED_FIELDS if is_nft else ()
-    families = [{}, *config_options()["family_defaults"].values()]
+    def possible_presets(self, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the defaults of all families."""
+        families = [{}, *config_options()["family_defaults"].values()]
+        return [self._fitting(defaults, options) for defaults in families]
 
-    def foreign(options: dict[str, Any]) -> dict[str, str]:
-        is_of_grpo = is_nft and options.get("loss_type") in GRPO_LOSSES
+    def _fitting(self, defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the defaults of a family for options that are not set."""
+        if options.get("edits") is False:  # they are for edits
+            return {}
+        # Stochastic steps are indices of the family's number of steps
+        left_out = (*options, *self.unused_fields, *(["sde_steps"] if "num_inference_steps" in options else []))
+        return {option: value for option, value in defaults.items() if option not in left_out}
+
+    def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
+        """Find options of the other objective, and of a quantization that DeepSpeed cannot train."""
+        is_of_grpo = self.is_nft and options.get("loss_type") in GRPO_LOSSES
         objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
         is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-        return dict.fromkeys(objective, f"`{prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
-
-    return CommandParser(
-        kinds, hidden, is_launched=True, presets=partial(family_defaults, prog, hidden), foreign=foreign,
-        known_presets=lambda options: [_fitting(defaults, hidden, options) for defaults in families], check=check_options,
-        prog=prog, **kwargs,
-    )  # fmt: skip
+        return dict.fromkeys(objective, f"`{self.prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
 
 
 def _published_files(script_args: ScriptArguments) -> list[str]:
@@ -127,7 +128,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
 def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco-trl grpo") -> int:
     """Run the command with the options of the config."""
     text = None if config == "PaCoNFTConfig" else __doc__
-    parser = parser_of(ScriptArguments, config, prog=prog, description=text, check_start=_check_start_early)
+    parser = ImageCommandParser(ScriptArguments, config, prog=prog, description=text, check_start=_check_start_early)
     train(*parser.parse_args_and_config(arguments))
     return 0
 

@@ -3,10 +3,13 @@
 
 import logging
 import os
+import re
+import shlex
 import sys
 import time
 import warnings
 from argparse import ArgumentParser
+from ast import literal_eval
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -16,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, frames_of_cause, is_message_enough, is_of_options
+from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_message_enough
 from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
@@ -63,6 +66,21 @@ def _usage() -> str:
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
 
 
+def as_typed(error: BaseException) -> str:
+    """Return the message of an error with options as a command line has them: `--max_steps 3`, not `max_steps=3`."""
+
+    def flag(match: re.Match) -> str:
+        try:
+            return f"`--{match[1]} {shlex.quote(str(literal_eval(match[2])))}`"
+        except (SyntaxError, ValueError):  # not a value of Python
+            return match[0]
+
+    message = re.sub(r"`([a-z]\w*)=([^`]+)`", flag, str(error))
+    for name in (*error.options, *error.remedies) if isinstance(error, OptionError) else ():
+        message = message.replace(f"`{name}`", f"`--{name}`")
+    return message
+
+
 def say(command: str, message: str) -> None:
     """Write a message of a command to stderr."""
     sys.stderr.write(f"paco-trl {command}: {message}\n")
@@ -81,7 +99,8 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_EXIT_DELAY)  # mostly the first process says the same, and the launcher then ends this one
         sys.stderr.write(frames)
-        say(command, f"{error}" if is_of_options(error) else f"{error} ({TRACEBACK}=1 shows the traceback.)")
+        hint = "" if isinstance(error, OptionError) else f" ({TRACEBACK}=1 shows the traceback.)"
+        say(command, as_typed(error) + hint)
         return 1
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
@@ -105,9 +124,7 @@ def find_yaml(option: str, name: str, directory: str) -> str:
     if name not in packaged:
         near = "".join(f" Did you mean `{known}`?" for known in get_close_matches(name, packaged, 1))
         names = ", ".join(sorted(packaged))
-        raise FileNotFoundError(
-            f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.{near}"
-        )
+        raise OptionError(f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.{near}")
     return packaged[name]
 
 
@@ -117,7 +134,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise ValueError(f"`--config` has the key {twice!r} twice. Remove one.")
+            raise OptionError(f"`--config` has the key {twice!r} twice. Remove one.")
         return super().construct_mapping(node, deep)
 
 
@@ -129,7 +146,7 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | 
     if not parsed.config:
         return {}, rest, None
     if len(parsed.config) > 1:
-        raise ValueError(
+        raise OptionError(
             f"`--config` names {len(parsed.config)} files. Give one, and other options on the command line."
         )
     (name,) = parsed.config
@@ -137,9 +154,9 @@ def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | 
     try:
         config = yaml.load(read_text(path), _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"`--config` is {name!r}, which is not YAML: {error}") from error
+        raise OptionError(f"`--config` is {name!r}, which is not YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"`--config` is {name!r}, which must have options in it, such as `max_steps: 100`.")
+        raise OptionError(f"`--config` is {name!r}, which must have options in it, such as `max_steps: 100`.")
     is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"
     return config, rest, path.stem if is_recipe else None
 
@@ -154,11 +171,11 @@ def launch(command: list[str], words: list[str]) -> None:
     options, rest = parser.parse_known_args(words)
     file, number = options.accelerate_config, options.num_processes
     if is_launched and rest != words:
-        raise ValueError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
+        raise OptionError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
     if file is None and number is None:
         return
     if number is not None and number < 1:
-        raise ValueError(f"`--num_processes` is {number}; it must be at least 1.")
+        raise OptionError(f"`--num_processes` is {number}; it must be at least 1.")
     flags = []
     if file is not None:
         flags.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")
@@ -179,7 +196,7 @@ def _check_names(words: list[str]) -> None:
     for name in (*words, os.getcwd()):
         if any("\ud800" <= character <= "\udfff" for character in name):
             shown = os.fsencode(name).decode(errors="backslashreplace")
-            raise ValueError(
+            raise OptionError(
                 f"'{shown}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename it, or set "
                 "`LC_ALL=C.UTF-8 PYTHONUTF8=1`."
             )

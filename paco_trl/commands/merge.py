@@ -21,6 +21,7 @@ from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.adapters import load_transformer_adapter, read_peft_config
+from ..utils.errors import OptionError
 from ..utils.files import new_folder
 from ..utils.model_files import find_model_file, models_near, peft_folder
 from ..utils.names import check_adapter_base
@@ -44,12 +45,12 @@ def merge(args: MergeArguments) -> None:
         if peft is not None or base is not None:
             config = read_peft_config(adapter, str(base))
             if not isinstance(config, LoraConfig):
-                raise ValueError(f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged.")
+                raise OptionError(f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged.")
             if base is None:
                 base, revision = config.base_model_name_or_path, config.revision
                 base = next(iter(models_near(adapter, [base] if base else [])), base)
         if config is None or not base:
-            raise ValueError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
+            raise OptionError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
         index = find_model_file(base, "model_index.json", revision=revision)  # a judge has none
         merge_weights = _merge_judge if index is None else _merge_transformer  # return the dtype
@@ -103,7 +104,7 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
         index = find_model_file(base, f"{_WEIGHTS}.index.json", **transformer_arguments)
         name = _WEIGHTS if index is None else next(iter(read_json(index)["weight_map"].values()))
         if (path := find_model_file(base, name, **transformer_arguments)) is None:
-            raise ValueError(f"The transformer of '{base}' has no {_WEIGHTS}; other formats are pickles.")
+            raise OptionError(f"The transformer of '{base}' has no {_WEIGHTS}; other formats are pickles.")
         with safe_open(path, "pt") as file:
             dtype = str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
     # Without the text encoders and the VAE, which are as large

@@ -5,13 +5,18 @@ import os
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from ..utils.errors import OptionError
 from ..utils.names import repository
+from ..utils.option_checks import DTYPES
 from .main import say
-from .parser import CommandParser, option, work_of
+from .options import option
+from .parser import CommandParser
 from .script_arguments import check_names
+from .stages import work_of
 
 
 # Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
@@ -28,11 +33,11 @@ class PushArguments:
     private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
     hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
 
-    def __post_init__(self):
+    def errors(self) -> Iterator[OptionError]:
+        """Find a folder that is none."""
         if self.folder is not None and not os.path.isdir(self.folder):
-            raise ValueError(
-                f"'{self.folder}' is not a directory. Give the output directory of a run, or a checkpoint."
-            )
+            message = f"'{self.folder}' is not a directory. Give the output directory of a run, or a checkpoint."
+            yield OptionError(message, "folder")
 
 
 @dataclass
@@ -48,8 +53,8 @@ class MergeArguments:
     model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
     dtype: str | None = option(
         None,
-        "`float32`, `bfloat16` or `float16`. If `None`, that of the base model's files.",
-        choices=("float32", "bfloat16", "float16"),
+        "`bfloat16`, `float16` or `float32`. If `None`, that of the base model's files.",
+        choices=DTYPES,
     )
 
 

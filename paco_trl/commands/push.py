@@ -12,6 +12,7 @@ from ..hub.cards import card_for, render_card
 from ..hub.files import SETTINGS, published_files_of
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
+from ..utils.errors import OptionError
 from .model_arguments import PushArguments
 
 
@@ -21,12 +22,12 @@ def push(args: PushArguments) -> str:
     model = find_saved_model(folder)
     card = load_settings(model)
     if card is None:  # such as a base model, whose name was mistaken for that of a run
-        raise ValueError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
+        raise OptionError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
     known = remembered_repository(run)
     repo_id = args.hub_model_id or known.get("repo_id")
     if repo_id is None:
-        raise ValueError(f"'{run}' has no repository yet. Give `--hub_model_id user/name`.")
+        raise OptionError(f"'{run}' has no repository yet. Give `--hub_model_id user/name`.")
     # The settings of the run's own repository do not apply to another one
     run_id = known.get("repo_id", "")
     run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..hub.files import JUDGE_ADAPTER
-from .parser import CommandParser, find_unused, option
+from ..utils.errors import OptionError
+from .options import find_unused, option
+from .parser import CommandParser
 from .script_arguments import check_names
 from .training import check_start, check_start_early, train_and_save
 
@@ -88,18 +90,22 @@ def load_pairs(
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
-def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[str]:
+def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[OptionError]:
     """Find options for data of another kind."""
     yield from check_names(script_args)
     if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
-        yield f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, which a judge is made of."
+        message = f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, which a judge is made of."
+        yield OptionError(message, "model_name_or_path")
     if script_args.load_in_4bit and script_args.load_in_8bit:
-        yield "`--load_in_4bit` and `--load_in_8bit` exclude each other."
+        message = "`--load_in_4bit` and `--load_in_8bit` exclude each other. Leave one out."
+        yield OptionError(message, "load_in_4bit", "load_in_8bit")
     if script_args.eval_split is not None and script_args.dataset_split is None:
-        yield "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
+        message = "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
+        yield OptionError(message, "eval_split", "dataset_split")
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    yield from find_unused(script_args, unused, f"{where} the layout of PaCo-Dataset")
+    where += " the layout of PaCo-Dataset"
+    yield from find_unused(script_args, unused, where, "dataset_split", "dataset_name")
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:

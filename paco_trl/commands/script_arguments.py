@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
+from ..utils.errors import OptionError, errors_of
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
-from ..utils.option_checks import check_quantization, check_required, check_reward_weights, errors_of
+from ..utils.option_checks import check_quantization, check_required, check_reward_weights
 from ..utils.text import read_text
-from .parser import JUDGE_ATTENTION, JUDGE_QUANTIZATION, find_unused, judge_options, option
+from .options import find_unused, option
 
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from .. import PaCoGRPOConfig
 
 logger = logging.getLogger(__name__)
+
+# Help of options of several commands
+JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
+JUDGE_ATTENTION = "Attention of a judge in the process, such as `flash_attention_2`. If `None`, transformers' default."
 
 
 @dataclass
@@ -106,6 +111,26 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
     use_peft: bool = option(True, "Whether to train an adapter. If `False`, the full transformer is trained.")
 
 
+def judge_options(args: Any, url: str | None) -> dict[str, Any]:
+    """Return the options of a judge in the process, as arguments of its loading; refuse them for a judge at `url`."""
+    options = {name: getattr(args, f"judge_{name}") for name in ("quantization", "attn_implementation")}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if url is not None:
+            message = (
+                f"`--judge_{name}` is {value!r}, but a served judge is quantized and run by its server. Leave it out."
+            )
+            raise OptionError(message, f"judge_{name}", "judge_url")
+    if "/" not in (attention := options.get("attn_implementation", "/")):
+        from transformers import AttentionInterface  # takes seconds
+
+        if attention not in (implementations := ("eager", *AttentionInterface().valid_keys())):
+            names = f"{', '.join(implementations)} or a kernel on the Hub"
+            message = f"`--judge_attn_implementation` is {attention!r}; it must be {names}."
+            raise OptionError(message, "judge_attn_implementation")
+    return options
+
+
 _RUBRIC = "rubric:"
 _WITHOUT_MODEL = ("no_duplicates", "layout", "redness", "panel_similarity")
 _WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward"}
@@ -137,13 +162,15 @@ def _with_judge(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
 
 
-def check_options(script_args: ScriptArguments, training_args: Any, *configs: Any) -> Iterator[str]:
+def check_options(script_args: ScriptArguments, training_args: Any, *configs: Any) -> Iterator[OptionError]:
     """Find options that contradict one another, or that were typed and would do nothing."""
     lora, is_full = ("lora_r", "lora_alpha", "lora_target_modules"), not script_args.use_peft
     if is_full and script_args.adapter is not None:
-        yield "`--adapter` and `--use_peft False`, which trains all weights, exclude each other."
-    elif is_full and (flags := [f"`--{name}`" for name in lora if getattr(script_args, name) is not None]):
-        yield f"{', '.join(flags)} would do nothing with `--use_peft False`. Leave it out."
+        message = "`--adapter` and `--use_peft False`, which trains all weights, exclude each other. Leave one out."
+        yield OptionError(message, "adapter", "use_peft")
+    elif is_full and (unused := [name for name in lora if getattr(script_args, name) is not None]):
+        flags = ", ".join(f"`--{name}`" for name in unused)
+        yield OptionError(f"{flags} would do nothing with `--use_peft False`. Leave it out.", *unused, "use_peft")
     # A config that is not built yet has none
     is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
     settings = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
@@ -152,18 +179,20 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     yield from check_names(script_args)
     yield from find_unused_edit_options(script_args)
     if "edit" in script_args.rewards and not script_args.edits:
-        yield "The reward `edit` is for `--edits`: instructions with source images."
+        yield OptionError("The reward `edit` is for `--edits`: instructions with source images.", "rewards", "edits")
     yield from errors_of(_check_weights, script_args, training_args)
     if not [*errors_of(check_reward_names, script_args)]:
         yield from find_unused_reward_options(script_args)
         for name in filter(_is_user_reward, [*script_args.rewards, *(script_args.eval_rewards or ())]):
-            yield from errors_of(_find_reward, name)
-    flags = [f"`--{name}`" for name in ("eval_dataset_name", "eval_split") if getattr(script_args, name) is not None]
-    if flags and training_args.eval_strategy == "no" and not training_args.eval_on_start:
-        yield f"{flags[0]} is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
-    if not flags:
+            yield from errors_of(_find_reward, name, options=("rewards",))
+    of_data = ("eval_dataset_name", "eval_split")
+    data = [name for name in of_data if getattr(script_args, name) is not None]
+    if data and training_args.eval_strategy == "no" and not training_args.eval_on_start:
+        message = f"`--{data[0]}` is set, but nothing would be evaluated: set `--eval_strategy` or `--eval_on_start`."
+        yield OptionError(message, *data, "eval_strategy", "eval_on_start")
+    if not data:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
-        yield from find_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`")
+        yield from find_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`", *of_data)
     if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
         logger.warning(
             f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
@@ -195,31 +224,31 @@ _NAMES: dict[str, Callable[..., None]] = {
 }
 
 
-def check_names(args: Any, *configs: Any) -> Iterator[str]:
+def check_names(args: Any, *configs: Any) -> Iterator[OptionError]:
     """Find data, models and adapters that are not there, and rewards that are none."""
     for field, check in _NAMES.items():
         names = getattr(args, field, None) or ()
         for name in [names] if isinstance(names, str) else names:
-            yield from errors_of(check, name)
-    yield from errors_of(check_reward_names, args) if isinstance(args, RewardOptions) else ()
+            yield from errors_of(check, name, options=(field,))
+    if isinstance(args, RewardOptions):
+        yield from errors_of(check_reward_names, args, options=("rewards",))
 
 
-def find_unused_edit_options(args: PromptDataArguments) -> Iterator[str]:
+def find_unused_edit_options(args: PromptDataArguments) -> Iterator[OptionError]:
     """Find options of edits that were typed for other prompts."""
     if not args.edits:
-        yield from find_unused(
-            args, ("image_folder", "max_source_images", "exclude_dataset_name"), "without `--edits`"
-        )
+        unused = ("image_folder", "max_source_images", "exclude_dataset_name")
+        yield from find_unused(args, unused, "without `--edits`", "edits")
 
 
-def find_unused_reward_options(args: RewardOptions) -> Iterator[str]:
+def find_unused_reward_options(args: RewardOptions) -> Iterator[OptionError]:
     """Find options of a judge or of CLIP that were typed for rewards without one."""
     names = [*args.rewards, *(getattr(args, "eval_rewards", None) or ())]
     unused = ["clip_model"] * (not {"clip_t", "clip_i"} & {*names})
     unused += ["judge_question", "judge_max_pairs"] * ("consistency" not in names)
     if not _with_judge(names):
         unused += ["judge_model", "judge_url", "judge_quantization", "judge_attn_implementation"]
-    yield from find_unused(args, unused, f"with the rewards {', '.join(names)}")
+    yield from find_unused(args, unused, f"with the rewards {', '.join(names)}", "rewards")
 
 
 def load_train_prompts(script_args: ScriptArguments) -> "Dataset":
@@ -263,8 +292,8 @@ def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
         for name in ("height", "width")
         if datasets and all(name in dataset.column_names and None not in dataset[name] for dataset in datasets)
     ]
-    for text in find_unused(args, unused, "since each row has its own"):
-        logger.warning(text)
+    for error in find_unused(args, unused, "since each row has its own"):
+        logger.warning(str(error))
 
 
 def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:
@@ -304,14 +333,15 @@ def check_reward_names(script_args: RewardOptions) -> None:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             texts = (Path(__file__).parents[1] / "templates").glob("rubric_*.txt")
             rubrics = [path.stem.replace("_", ":") for path in sorted(texts)]
-            near = "".join(f" Did you mean `{known}`?" for known in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
-            raise ValueError(
+            near = "".join(f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
+            raise OptionError(
                 f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
                 f"{', '.join(rubrics)}, or your own: `my_rewards.py`, "
                 "`my_rewards.py:my_reward` or `my_package.my_reward`."
             )
         if script_args.rewards.count(name) > 1:
-            raise ValueError(f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight.")
+            message = f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight."
+            raise OptionError(message, "rewards")
 
 
 def _check_weights(script_args: ScriptArguments, training_args: Any) -> None:
@@ -371,12 +401,12 @@ def _find_reward(path: str) -> Callable:
         )
         if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
             raise wrap_reward_error(path, error, __file__) from error
-        raise ValueError(
+        raise OptionError(
             f"There is no {f'file {where!r}' if is_file else f'reward {path!r}'}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
             "`=0.5`, is a number, for `--rewards` alone."
         ) from None
     if not is_file and file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
-        raise ValueError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
+        raise OptionError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
     # Not what the module has only imported
     defined = [
         key
@@ -388,15 +418,15 @@ def _find_reward(path: str) -> Callable:
     if not hasattr(module, name):
         reason = f"has {len(defined)} functions and classes" if not name else f"has no reward `{name}`"
         named = [f"`{where}:{key}`" for key in defined or ["my_reward"]]
-        raise ValueError(f"'{where}' {reason}. Name one: {', '.join(named)}.")
+        raise OptionError(f"'{where}' {reason}. Name one: {', '.join(named)}.")
     reward = getattr(module, name)
     if not callable(reward):
-        raise ValueError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
+        raise OptionError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
     if isinstance(reward, type):
         try:
             inspect.signature(reward).bind()
         except TypeError as error:
-            raise ValueError(
+            raise OptionError(
                 f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = {name}(...)` "
                 "there, and name `my_reward`."
             ) from None
@@ -422,9 +452,8 @@ def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
     if (model, url) == (None, None):
         return replace(script_args, rewards=rewards)
     if not _with_judge(rewards):
-        raise ValueError(
-            f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
-        )
+        message = f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
+        raise OptionError(message, "eval_judge_model", "eval_judge_url", "eval_rewards", "rewards")
     evaluation = replace(script_args, rewards=rewards, judge_model=model or script_args.judge_model, judge_url=url)
     if url is not None:
         evaluation.judge_quantization = evaluation.judge_attn_implementation = None
@@ -515,7 +544,9 @@ def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None
             option = f"lora_{name.removeprefix('lora_')}"
             value, its = getattr(script_args, option), getattr(existing, name)
             if value is not None and (set(value) if isinstance(value, list) else value) != its:
-                raise ValueError(f"`--{option}` is {value}, but the adapter has {its}. Leave it out.")
+                raise OptionError(
+                    f"`--{option}` is {value}, but the adapter has {its}. Leave it out.", option, "adapter"
+                )
         return script_args.adapter
     rank = 64 if script_args.lora_r is None else script_args.lora_r
     return LoraConfig(

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ..utils.addresses import is_loopback
+from ..utils.errors import OptionError
 from ..utils.model_files import find_adapter_file
 from .main import say
 from .model_arguments import ServeArguments
@@ -69,7 +70,7 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
     # From the weights, since single layers may have a rank of their own
     rank = max((shape[0] for layer, shape in shapes.items() if "lora_A" in layer), default=0)
     if not 0 < rank <= _LORA_RANKS[-1]:
-        raise ValueError(
+        raise OptionError(
             f"The adapter {adapter!r} has rank {rank}, and vLLM serves rank 1 to {_LORA_RANKS[-1]}. Merge it into its "
             "model (`paco-trl merge`) and serve that."
         )
@@ -92,7 +93,7 @@ def serve(args: ServeArguments) -> None:
     """Replace this process by vLLM."""
     executable = shutil.which(os.path.expanduser(args.vllm))
     if executable is None:
-        raise FileNotFoundError(
+        raise OptionError(
             f"There is no command {args.vllm!r} (`--vllm`): vLLM needs an environment of its own. Install it there, and "
             "give its path:\n    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
             "    paco-trl serve --vllm ~/vllm/bin/vllm"

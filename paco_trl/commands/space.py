@@ -17,6 +17,7 @@ from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_tex
 from ..hub.files import SETTINGS
 from ..hub.licenses import License
 from ..hub.settings import ImageModelCard, JudgeCard, load_settings, settings_text
+from ..utils.errors import OptionError
 from ..utils.files import new_folder, write_atomically
 from ..utils.model_files import find_model_file
 from ..utils.names import is_local, public_name, repository
@@ -51,16 +52,18 @@ def write_space(args: SpaceArguments) -> Path:
         config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
         if config_file is None or weights is None:
             missing = _CONFIG if config_file is None else _WEIGHTS
-            raise ValueError(
+            raise OptionError(
                 f"'{adapter}' has no {missing}: an adapter in PEFT's format is compared with its base model."
             )
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
         card = load_settings(adapter) or ImageModelCard(Path(adapter).name, adapter, base_model="")
         if isinstance(card, JudgeCard) or card.trained_on == "edits":
             does = "judges" if isinstance(card, JudgeCard) else "edits images"
-            raise ValueError(f"'{adapter}' {does}, but the app compares images generated from text.")
+            raise OptionError(f"'{adapter}' {does}, but the app compares images generated from text.")
         if not (model := args.model_name_or_path or config.get("base_model_name_or_path")):
-            raise ValueError(f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`.")
+            raise OptionError(
+                f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`."
+            )
         settings = _settings(_usable(model), adapter, args.judge_model, card)
         if is_copied:
             settings["adapter"] = None  # next to app.py
@@ -113,7 +116,9 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
         sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL) * (width or _PANEL)
         sets = [row for row in arrange_sets(sets, SEPARATE) if row["cols"] * pixels <= MAX_PIXELS]
         if not sets:
-            raise ValueError(f"Two images of {height} x {width} pixels exceed the app's limit, {MAX_PIXELS:,} pixels.")
+            raise OptionError(
+                f"Two images of {height} x {width} pixels exceed the app's limit, {MAX_PIXELS:,} pixels."
+            )
         prompts, layout, rows, cols = prompt_texts(sets), (1, sets[0]["cols"]), 1, 1
     else:
         if not prompts and card.trained_on == "single images":

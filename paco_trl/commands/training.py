@@ -13,6 +13,7 @@ from ..checkpointing.checkpoints import (
     find_checkpoint,
     how_to_resume,
 )
+from ..utils.errors import OptionError
 from ..utils.processes import end_training
 
 
@@ -46,7 +47,7 @@ def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | N
 
     args, started = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
     if started != trainer.accelerator.num_processes:
-        raise ValueError(f"{started} processes would each train alone: without a GPU, add `--use_cpu`.")
+        raise OptionError(f"{started} processes would each train alone: without a GPU, add `--use_cpu`.")
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:

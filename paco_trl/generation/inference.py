@@ -34,8 +34,9 @@ from ..utils.model_files import (
     split_adapter,
 )
 from ..utils.names import check_adapter_base, is_local, is_same_model
+from ..utils.option_checks import QUANTIZATIONS
 from ..utils.placement import cpu_memory, to_cpu
-from ..utils.quantization import QUANTIZATIONS, pipeline_quantization_config
+from ..utils.quantization import pipeline_quantization_config
 
 
 logger = logging.getLogger(__name__)

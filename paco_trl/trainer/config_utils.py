@@ -15,6 +15,8 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig, SFTConfig
 
+from ..utils.errors import OptionError
+
 
 Config = TypeVar("Config", bound=TrainingArguments)
 ConfigClass = TypeVar("ConfigClass", bound=type)
@@ -79,32 +81,33 @@ def name_checkpointing(config: TrainingArguments) -> None:
 
 
 def check_trackers(args: Any) -> None:
-    """Refuse a tracker that there is not, or that is not installed."""
+    """Refuse a tracker that transformers does not know, or that is not installed."""
     if args.report_to is None:
         args.report_to = "none"
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
     for name in {*trackers} - {"all", "none"} - available:
         if name in INTEGRATION_TO_CALLBACK:
-            raise ValueError(f"`report_to` is {args.report_to!r}, but {name} is not installed.")
-        raise ValueError(
-            f"`report_to` has {name!r}, but must be of {', '.join(INTEGRATION_TO_CALLBACK)}, 'all' or 'none'."
-        )
+            raise OptionError(f"`report_to` is {args.report_to!r}, but {name} is not installed.", "report_to")
+        names = ", ".join(INTEGRATION_TO_CALLBACK)
+        raise OptionError(f"`report_to` has {name!r}, but must be of {names}, 'all' or 'none'.", "report_to")
 
 
 def check_optimizer(args: TrainingArguments) -> None:
     """Refuse an optimizer or a schedule that Trainer would refuse when the models are loaded."""
     settings = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"
+    options = ("optim", "optim_args")
     try:
         if not args.optim_target_modules:  # names of the model's layers
             Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(1, 1))
         settings = (
             f"`lr_scheduler_type` is {args.lr_scheduler_type!r} and `lr_scheduler_kwargs` {args.lr_scheduler_kwargs!r}"
         )
+        options = ("lr_scheduler_type", "lr_scheduler_kwargs")
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], args.learning_rate)
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
     except (ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{settings}: {error}") from error
+        raise OptionError(f"{settings}: {error}", *options) from error
 
 
 def copy_config(args: Config) -> Config:
@@ -124,11 +127,12 @@ def check_best_metric(
         return
     metric = args.metric_for_best_model.removeprefix("eval_")
     prefixes = [f"{name}_" for name in datasets] or [""]
-    known = [prefix + name for prefix in prefixes for name in names]
-    if metric in known or metric.startswith(tuple(prefix + start for prefix in prefixes for start in logged)):
+    metrics = [prefix + name for prefix in prefixes for name in names]
+    if metric in metrics or metric.startswith(tuple(prefix + start for prefix in prefixes for start in logged)):
         return
     name = args.metric_for_best_model
-    raise ValueError(f"`metric_for_best_model` is '{name}', which no evaluation gives. Choose from {known}.")
+    message = f"`metric_for_best_model` is '{name}', which no evaluation gives. Choose from {metrics}."
+    raise OptionError(message, "metric_for_best_model")
 
 
 # `name (`type`, ...), other (`type`, ...):` and the indented lines below it

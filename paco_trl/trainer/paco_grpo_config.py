@@ -17,8 +17,16 @@ from ..rollout.kernels import check_attention_backend
 from ..rollout.loading import quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.option_checks import GRPO_LOSSES, SET_LAYOUTS, RoundSizes, image_errors, refuse, round_sizes, to_scale
-from ..utils.quantization import QUANTIZATIONS
+from ..utils.errors import OptionError, refuse
+from ..utils.option_checks import (
+    GRPO_LOSSES,
+    QUANTIZATIONS,
+    SET_LAYOUTS,
+    choice_errors,
+    image_errors,
+    read_scale_rewards,
+)
+from ..utils.round_sizes import RoundSizes, round_sizes
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
@@ -321,7 +329,7 @@ class PaCoGRPOConfig(GRPOConfig):
     plot_curves: bool = True
 
     def __post_init__(self):
-        self.scale_rewards: Any = to_scale(self.scale_rewards)
+        self.scale_rewards: Any = read_scale_rewards(self.scale_rewards)
         self._check_values()
         if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
             self.metric_for_best_model: Any = "reward"
@@ -429,25 +437,23 @@ class PaCoGRPOConfig(GRPOConfig):
                 "set `CUDA_VISIBLE_DEVICES`."
             )
         if self.mixed_precision != ("bf16" if self.bf16 else "no"):
-            raise ValueError(
+            raise OptionError(
                 f"`bf16` is {self.bf16}, but the launcher's configuration says `mixed_precision: "
-                f"{self.mixed_precision}`. Set both alike."
-            )
+                f"{self.mixed_precision}`. Set both alike.", "bf16",
+            )  # fmt: skip
         # Parsed from a JSON string by TrainingArguments
         if (kwargs := self.activation_checkpointing_kwargs) not in (None, {}, {"use_reentrant": False}):
-            raise ValueError(
+            raise OptionError(
                 f"`activation_checkpointing_kwargs` is {kwargs}, but diffusers' checkpointing takes no options, and a "
-                "reentrant one has no gradients here. Unset it."
-            )
+                "reentrant one has no gradients here. Unset it.", "activation_checkpointing_kwargs",
+            )  # fmt: skip
 
     def _check_values(self) -> None:
         defaults, whole = defaults_of(type(self)), whole_numbers_of(type(self))
-        refuse(image_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole))
+        errors = image_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole)
+        refuse([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        for name, choices in self.choices.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         check_trackers(self)
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)

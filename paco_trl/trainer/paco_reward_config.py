@@ -7,7 +7,8 @@ import torch
 from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
-from ..utils.option_checks import judge_errors, refuse
+from ..utils.errors import refuse
+from ..utils.option_checks import choice_errors, judge_errors
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
@@ -104,15 +105,14 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        refuse(judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self))))
+        errors = judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self)))
+        refuse([*errors, *choice_errors(self, self.choices)])
         check_trackers(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         if self.dataloader_num_workers and self.dataloader_multiprocessing_context is None:
             # Python's default until 3.14: the collator has a method of the model, which cannot be sent to another process
             self.dataloader_multiprocessing_context: str | None = "fork"
-        if self.loss_variant not in LOSS_VARIANTS:
-            raise ValueError(f"`loss_variant` is {self.loss_variant!r}; it must be one of {LOSS_VARIANTS}.")
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False

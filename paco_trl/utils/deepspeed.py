@@ -11,6 +11,8 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from .errors import OptionError
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +65,10 @@ def complete_config(args: TrainingArguments) -> None:
 def check_compiled_blocks(args: TrainingArguments) -> None:
     """Refuse compiled blocks with ZeRO-3, whose hooks gather the weights of each layer within them."""
     if args.compile_repeated_blocks and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
+        raise OptionError(
             "`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3: compiling does not end, as its hooks "
-            "break the graphs. Unset it, or launch with `multi_gpu.yaml` or `zero2.yaml`."
-        )
+            "break the graphs. Unset it, or launch with `multi_gpu.yaml` or `zero2.yaml`.", "compile_repeated_blocks",
+        )  # fmt: skip
 
 
 def partition(model: nn.Module, device: torch.device, dtype: torch.dtype, config: dict) -> None:

@@ -1,20 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors are a message to the user, and which are bugs, whose traceback tells more."""
+"""Refusals of options, and which errors are a message to the user and which are bugs, whose traceback tells more."""
 
 import os
 import traceback
-from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Iterator
 from opcode import opmap
+from typing import Any
 
 import yaml
 
-from .option_checks import OptionError
-
 
 TRACEBACK = "PACO_TRL_TRACEBACK"
-# Errors of files, the network, memory or disk, and of options that the user typed
-_USER_ERRORS = (OSError, ArgumentError, yaml.YAMLError)
+# Classes by name: their modules take seconds to import
 _MACHINE_ERRORS = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
+
+
+class OptionError(ValueError):
+    """
+    Values of options that cannot be, or not together.
+
+    `options` are the fields that take part, and `remedies` others that the message recommends. Where some of the options were
+    typed and others are in a file, the first of the file's whose default mends it gives way.
+    """
+
+    def __init__(self, message: str, *options: str, remedies: Iterable[str] = ()):
+        super().__init__(message)
+        self.options, self.remedies = options, tuple(remedies)
+
+
+def refuse(errors: Iterable[OptionError]) -> None:
+    """Raise the error if there is one, and several as one error with a line for each."""
+    by_message = {str(error): error for error in errors}
+    if len(by_message) > 1:
+        options = dict.fromkeys(name for error in by_message.values() for name in error.options)
+        remedies = [name for error in by_message.values() for name in error.remedies]
+        raise OptionError("\n- ".join([f"{len(by_message)} problems:", *by_message]), *options, remedies=remedies)
+    for error in by_message.values():
+        raise error
+
+
+def errors_of(
+    check: Callable[..., Any], *arguments: Any, options: Iterable[str] = (), **named: Any
+) -> Iterator[OptionError]:
+    """Yield what a check raises; `options` are those that it is about if it does not say so itself."""
+    try:
+        check(*arguments, **named)
+    except OptionError as error:
+        yield error
+    except (OSError, ValueError) as error:
+        yield OptionError(str(error), *options)
 
 
 def is_message_enough(error: BaseException) -> bool:
@@ -24,11 +58,11 @@ def is_message_enough(error: BaseException) -> bool:
     """
     if _wants_traceback():
         return False
-    if isinstance(error, _USER_ERRORS) or type(error).__name__ in _MACHINE_ERRORS:
+    if isinstance(error, OptionError | OSError | yaml.YAMLError) or type(error).__name__ in _MACHINE_ERRORS:
         return True
     if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
         return error.__cause__ is None or is_message_enough(error.__cause__)
-    return _is_raised_in(error, "paco_trl")
+    return _is_raised_here(error)
 
 
 def frames_of_cause(error: BaseException) -> str | None:
@@ -41,20 +75,15 @@ def frames_of_cause(error: BaseException) -> str | None:
     return "".join(traceback.format_exception(error.__cause__))
 
 
-def is_of_options(error: BaseException) -> bool:
-    """Tell whether an error is of words that the user typed: where it was raised says no more."""
-    return isinstance(error, ArgumentError | OptionError) or _is_raised_in(error, "paco_trl.commands")
-
-
 def _wants_traceback() -> bool:
     return os.environ.get(TRACEBACK, "0") != "0"
 
 
-def _is_raised_in(error: BaseException, package: str) -> bool:
+def _is_raised_here(error: BaseException) -> bool:
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    if step is None or not f"{step.tb_frame.f_globals.get('__package__')}.".startswith(f"{package}."):
+    if step is None or not f"{step.tb_frame.f_globals.get('__package__')}.".startswith("paco_trl."):
         return False
     # Not a call or an unpacking that failed
     return step.tb_frame.f_code.co_code[step.tb_lasti] == opmap["RAISE_VARARGS"]

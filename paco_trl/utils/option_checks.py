@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 Rules for the values of options, without torch, diffusers and TRL: a config refuses what breaks them, and so does the command
-line, before it has imported them. Each check yields a message for every broken rule.
+line, before it has imported them.
 """
 
 import json
@@ -10,16 +10,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from fractions import Fraction
 from importlib.util import find_spec
 from numbers import Integral
 from string import Formatter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+from .errors import OptionError, errors_of
+from .round_sizes import RoundSizes, round_sizes
 from .stopping import NOT_ON_WINDOWS
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+# Quantizations of frozen weights. The last one is diffusers' layerwise casting, which is applied to a loaded model
+QUANTIZATIONS = ("nf4", "int8", "fp8", "fp8_storage")
 # Layouts of an image set, and ways to generate separate images
 SET_LAYOUTS = (None, "grid", "separate")
 PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
@@ -34,16 +38,16 @@ UNUSED_FIELDS = (
 UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
 # What to use instead of a field that is refused
 _ALTERNATIVES = {
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "`compile_repeated_blocks`"),
-    **dict.fromkeys(("temperature", "top_p", "top_k"), "`noise_level`"),
-    "fsdp": "DeepSpeed ZeRO-3",
-    "fp16": "`bf16`, or float32",
-    "data_seed": "`seed`",
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile_repeated_blocks"),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), "noise_level"),
+    "fsdp": "deepspeed",
+    "fp16": "bf16",
+    "data_seed": "seed",
 }
 _NFT_ALTERNATIVES = {
-    **dict.fromkeys(("sde_steps", "num_sde_steps"), "`num_noise_levels`"),
-    **dict.fromkeys(("epsilon", "epsilon_high"), "`nft_beta`"),
-    "nft_beta": "`epsilon`",
+    **dict.fromkeys(("sde_steps", "num_sde_steps"), "num_noise_levels"),
+    **dict.fromkeys(("epsilon", "epsilon_high"), "nft_beta"),
+    "nft_beta": "epsilon",
 }
 _AT_LEAST_ONE = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
@@ -97,37 +101,32 @@ _MAY_BE_INFINITE = (
 )  # fmt: skip
 
 
-class OptionError(ValueError):
-    """Options, or values of settings, that cannot be."""
-
-
-def refuse(errors: Iterable[str]) -> None:
-    """Raise an error with all messages that there are, each in a line."""
-    if messages := list(dict.fromkeys(errors)):
-        raise OptionError(
-            messages[0] if len(messages) == 1 else "\n- ".join([f"{len(messages)} problems:", *messages])
-        )
-
-
 def image_errors(
     config: Any,
     defaults: Mapping[str, Any],
     unsupported: Collection[str],
     losses: tuple[str, ...],
     whole: Collection[str] = (),
-) -> Iterator[str]:
+) -> Iterator[OptionError]:
     """
-    Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other.
+    Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other; yield an error for each broken rule.
 
     `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
     args = SimpleNamespace(**vars(config))
-    args.scale_rewards = to_scale(args.scale_rewards)
+    args.scale_rewards = read_scale_rewards(args.scale_rewards)
     errors = [*_value_errors(args, defaults, unsupported, losses, whole)]
     yield from errors or _size_errors(args, losses == NFT_LOSSES)
 
 
-def to_scale(scale_rewards: Any) -> Any:
+def choice_errors(config: Any, choices: Mapping[str, Collection[Any]]) -> Iterator[OptionError]:
+    """Check the fields that take one of a few values; a command line has parsed them."""
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in allowed:
+            yield OptionError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.", name)
+
+
+def read_scale_rewards(scale_rewards: Any) -> Any:
     """Return `scale_rewards` with the words of a command line or a file as truth values."""
     return {"true": True, "false": False}.get(str(scale_rewards).lower(), scale_rewards)
 
@@ -138,41 +137,50 @@ def _value_errors(
     unsupported: Collection[str],
     losses: tuple[str, ...],
     whole: Collection[str],
-) -> Iterator[str]:
+) -> Iterator[OptionError]:
     is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
         alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives
-        yield f"`loss_type` is {args.loss_type!r}; it must be one of {', '.join(map(repr, losses))} ({alternatives})."
+        names = ", ".join(map(repr, losses))
+        yield OptionError(
+            f"`loss_type` is {args.loss_type!r}; it must be one of {names} ({alternatives}).", "loss_type"
+        )
         args.loss_type = losses[0]
-    yield from _refused(args, defaults, unsupported, _ALTERNATIVES)
+    yield from _unsupported_values(args, defaults, unsupported, _ALTERNATIVES)
     if is_nft:
-        unused = (*UNUSED_FIELDS, *UNUSED_WITH[args.loss_type])
+        yield from _unsupported_values(args, defaults, UNUSED_FIELDS, _NFT_ALTERNATIVES)
+        yield from _unsupported_values(args, defaults, UNUSED_WITH[args.loss_type], _NFT_ALTERNATIVES, "loss_type")
         if args.loss_type == "awm" and not args.old_policy_beta > 0:  # no old policy is kept
-            unused += ("old_policy_decay_rate", "old_policy_max_decay")
-        yield from _refused(args, defaults, unused, _NFT_ALTERNATIVES)
+            of_old_policy = ("old_policy_decay_rate", "old_policy_max_decay")
+            yield from _unsupported_values(args, defaults, of_old_policy, {}, "old_policy_beta", "loss_type")
     yield from _out_of_range(args, defaults, whole, _RANGES + (_NFT_RANGES if is_nft else ()))
     yield from _common_errors(args)
     yield from _round_errors(args)
     yield from errors_of(check_panel_options, args.panel_template, args.panel_generation)
     if args.set_layout == "grid" and args.panel_generation != defaults["panel_generation"]:
-        yield f"`panel_generation` is {args.panel_generation!r}, but `set_layout` is 'grid'. Unset it."
+        yield OptionError(
+            f"`panel_generation` is {args.panel_generation!r}, but `set_layout` is 'grid'. Unset it.",
+            "panel_generation", "set_layout",
+        )  # fmt: skip
     if args.multi_objective_aggregation == "normalize_then_sum" and args.scale_rewards in ("none", False):
-        yield (
+        yield OptionError(
             f"`scale_rewards` is {args.scale_rewards!r}, but 'normalize_then_sum' scales each reward by its group and "
-            "their sum by the batch, as in TRL. Unset it."
-        )
+            "their sum by the batch, as in TRL. Unset it.", "scale_rewards", "multi_objective_aggregation",
+        )  # fmt: skip
     if not {str(value).lower() for value in args.reward_required or ()} <= {"true", "false"}:
-        yield f"`reward_required` is {args.reward_required}; it must be true or false for each reward."
+        message = f"`reward_required` is {args.reward_required}; it must be true or false for each reward."
+        yield OptionError(message, "reward_required")
     method, threshold = args.multi_objective_aggregation, str(args.log_tame_threshold)
     if method != "log_tamed" and threshold != str(defaults["log_tame_threshold"]):
-        yield f"`log_tame_threshold` is {threshold}, which {method!r} does not use. Unset it."
+        message = f"`log_tame_threshold` is {threshold}, which {method!r} does not use. Unset it."
+        yield OptionError(message, "log_tame_threshold", "multi_objective_aggregation")
     if args.reference != "initial" and not args.beta > 0:
-        yield "`reference` is 'base', but no loss compares with it. Set `beta`."
+        yield OptionError("`reference` is 'base', but no loss compares with it. Set `beta`.", "reference", "beta")
     yield from _times_errors(args) if is_nft else _step_errors(args)
 
 
-def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[str]:
+def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[OptionError]:
     """Check that the sizes of a round that are set can be, if the number of processes is known."""
     # Before they are started the command line has it, unless it is in a file of `accelerate`
     launched = None if getattr(args, "accelerate_config", None) else 1
@@ -190,148 +198,78 @@ def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[str]:
     )  # fmt: skip
 
 
-def _round_errors(args: SimpleNamespace) -> Iterator[str]:
+def _round_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     value, multiple = args.per_device_rollout_batch_size, args.per_device_train_batch_size
     if value is not None and value % multiple != 0:
         below = max(value // multiple, 1) * multiple
-        yield (
+        yield OptionError(
             f"`per_device_rollout_batch_size` is {value}, but must be a multiple of `per_device_train_batch_size`, "
-            f"{multiple}. Nearest values that work: {below} or {below + multiple}."
-        )
+            f"{multiple}. Nearest values that work: {below} or {below + multiple}.",
+            "per_device_rollout_batch_size", "per_device_train_batch_size",
+        )  # fmt: skip
     batch_size = value or multiple
     if args.max_resample_times and args.min_reward_std is None and args.max_reward_mean is None:
-        yield (
+        yield OptionError(
             f"`max_resample_times` is {args.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 "
-            "for those with equal rewards) or `max_reward_mean`."
-        )
+            "for those with equal rewards) or `max_reward_mean`.", "max_resample_times", "min_reward_std", "max_reward_mean",
+        )  # fmt: skip
     if args.max_resample_times and args.num_generations % batch_size:
-        yield (
+        yield OptionError(
             f"`max_resample_times` generates single prompts again, but a batch of {batch_size} images would hold "
-            f"parts of several. Choose a size that divides `num_generations` ({args.num_generations})."
-        )
+            f"parts of several. Choose a size that divides `num_generations` ({args.num_generations}).",
+            "max_resample_times", "per_device_rollout_batch_size", "per_device_train_batch_size", "num_generations",
+        )  # fmt: skip
 
 
-def _step_errors(args: SimpleNamespace) -> Iterator[str]:
+def _step_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Check the stochastic steps and the loss on them."""
     last = args.num_inference_steps - 1
     if not args.sde_steps or len({*args.sde_steps} & {*range(last)}) != len(args.sde_steps):
-        yield (
+        yield OptionError(
             f"`sde_steps` is {args.sde_steps}; it must name at least one step, each once, from 0 to {last - 1}: the "
-            f"noise of the last, {last}, would stay in the image."
-        )
+            f"noise of the last, {last}, would stay in the image.", "sde_steps", "num_inference_steps",
+        )  # fmt: skip
     else:
         if args.num_sde_steps is not None and not 1 <= args.num_sde_steps <= len(args.sde_steps):
-            yield (
+            yield OptionError(
                 f"`num_sde_steps` is {args.num_sde_steps}, but {len(args.sde_steps)} steps are named in `sde_steps` "
-                f"({sorted(args.sde_steps)}) to choose from."
-            )
+                f"({sorted(args.sde_steps)}) to choose from.", "num_sde_steps", "sde_steps",
+            )  # fmt: skip
         rest = last - max(args.sde_steps)
         if args.tail_steps is not None and not 1 <= args.tail_steps <= rest:
-            yield (
+            yield OptionError(
                 f"`tail_steps` is {args.tail_steps}, but {rest} of {last + 1} steps follow the last stochastic one, "
-                f"{max(args.sde_steps)}. Choose from 1 to {rest}, or None for all."
-            )
+                f"{max(args.sde_steps)}. Choose from 1 to {rest}, or None for all.",
+                "tail_steps", "num_inference_steps", "sde_steps",
+            )  # fmt: skip
     if args.sde_type == "cps" and args.noise_level > 1:
-        yield f"`noise_level` is {args.noise_level}; it must be at most 1 for 'cps'."
+        message = f"`noise_level` is {args.noise_level}; it must be at most 1 for 'cps'."
+        yield OptionError(message, "noise_level", "sde_type")
 
 
-def _times_errors(args: SimpleNamespace) -> Iterator[str]:
+def _times_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Check the times at which NFT and AWM train an image."""
     count = args.num_inference_steps - 1  # without the last
     if args.num_noise_levels is not None and not 1 <= args.num_noise_levels <= count:
-        yield f"`num_noise_levels` is {args.num_noise_levels}; it must be from 1 to {count}, one per step."
+        message = f"`num_noise_levels` is {args.num_noise_levels}; it must be from 1 to {count}, one per step."
+        yield OptionError(message, "num_noise_levels", "num_inference_steps")
 
 
 def judge_errors(
     config: Any, defaults: Mapping[str, Any], unsupported: Collection[str], whole: Collection[str] = ()
-) -> Iterator[str]:
+) -> Iterator[OptionError]:
     """Check the values of PaCoRewardConfig."""
     args = SimpleNamespace(**vars(config))
-    yield from _refused(args, defaults, unsupported, _ALTERNATIVES)
+    yield from _unsupported_values(args, defaults, unsupported, _ALTERNATIVES)
     yield from _out_of_range(args, defaults, whole, _REWARD_RANGES)
     yield from _common_errors(args)
     if args.train_sampling_strategy == "batch_rebalance":
-        yield (
+        yield OptionError(
             "`train_sampling_strategy` is 'batch_rebalance', whose order does not depend on `seed` alone. Use "
-            "'group_by_length'."
-        )
-
-
-def errors_of(check: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[str]:
-    """Make a message of the error that a check raises."""
-    try:
-        check(*arguments, **named)
-    except (OSError, ValueError) as error:
-        yield str(error)
-
-
-class RoundSizes(NamedTuple):
-    """The fields that set the size of a round, `None` where it follows from others."""
-
-    num_prompts_per_generation: int | None = None
-    optimizer_steps_per_generation: int | None = None
-    generation_batch_size: int | None = None
-    steps_per_generation: int | None = None
-    gradient_accumulation_steps: int | None = None
-
-
-def round_sizes(
-    requested: RoundSizes,
-    *,
-    num_processes: int,
-    num_generations: int,
-    batch_size: int,
-    num_trained_steps: int,
-    num_merged_batches: int = 1,
-) -> tuple[int, ...]:
-    """
-    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
-    only `gradient_accumulation_steps` is set, it fixes the images of an optimizer step, as in TRL. A round is then two
-    optimizer steps, or the smallest larger number that holds full groups. Return the sizes in the order of [`RoundPlan`].
-
-    Raises:
-        ValueError: the sizes that are set do not divide a round, or contradict each other.
-    """
-    parallel = num_processes * batch_size  # images of a micro-batch on all processes
-    num_prompts = requested.num_prompts_per_generation
-    steps = Fraction(requested.optimizer_steps_per_generation or 2)
-    images = Fraction(requested.generation_batch_size or 0)
-    per_step = Fraction(requested.gradient_accumulation_steps or 0)
-    per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
-    if not images:
-        images = Fraction((requested.steps_per_generation or 0) * parallel, num_trained_steps)
-    # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
-    batch = parallel * num_merged_batches
-    unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
-    if not images:
-        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
-        images = Fraction(math.ceil(images / unit) * unit)
-    if per_step:
-        steps = images / per_step
-    trained = images * num_trained_steps / parallel  # micro-steps of a process
-    planned = (images / num_generations, steps, images, trained, trained / steps)
-    settings = {name: value for name, value in requested._asdict().items() if value is not None}
-    are_equal = all(value in (None, size) for value, size in zip(requested, planned, strict=True))
-    if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
-        are_equal = True  # the prompts may be rounded up
-    if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
-        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
-        nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
-        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
-        raise ValueError(
-            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
-            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
-            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
-            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
-            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
-            "another number than 2, and leave the others out."
-        )
-    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
-    return *sizes, int(steps), num_merged_batches
-
-
-def _number(value: Fraction) -> str:
-    return f"{float(value):g}"
+            "'group_by_length'.", "train_sampling_strategy",
+        )  # fmt: skip
+    if args.bf16 and args.fp16:
+        yield OptionError("`bf16` and `fp16` exclude each other. Unset one.", "bf16", "fp16")
 
 
 def check_panel_options(panel_template: str, panel_generation: str) -> None:
@@ -341,35 +279,42 @@ def check_panel_options(panel_template: str, panel_generation: str) -> None:
     except ValueError:
         fields = set()
     if ("panel", "", None) not in fields or not fields <= {("panel", "", None), ("theme", "", None)}:
-        raise ValueError(
+        raise OptionError(
             f"`panel_template` is {panel_template!r}; it must be a text with `{{panel}}`, and `{{theme}}` where the "
-            "text of the set belongs, and no other field."
-        )
+            "text of the set belongs, and no other field.", "panel_template",
+        )  # fmt: skip
     if panel_generation not in PANEL_GENERATIONS:
-        raise ValueError(f"`panel_generation` is {panel_generation!r}, but must be one of {PANEL_GENERATIONS}.")
+        message = f"`panel_generation` is {panel_generation!r}, but must be one of {PANEL_GENERATIONS}."
+        raise OptionError(message, "panel_generation")
 
 
 def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool, is_compiled: bool) -> None:
     """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
     is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
-    for applies, reason in (
-        (is_full, "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"),
-        (is_deepspeed, "DeepSpeed is supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"),
-        (is_compiled and not is_bitsandbytes, "only 'nf4' works with `compile_repeated_blocks`. Unset it"),
-    ):
-        if quantization is not None and applies:
-            raise ValueError(f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it.")
+    reasons = {}
+    if is_full:
+        reasons["use_peft"] = (
+            "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"
+        )
+    if is_deepspeed:
+        reasons["deepspeed"] = "DeepSpeed is supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"
+    if is_compiled and not is_bitsandbytes:
+        reasons["compile_repeated_blocks"] = "only 'nf4' works with `compile_repeated_blocks`. Unset it"
+    for option, reason in reasons.items():
+        if quantization is not None:
+            message = f"The transformer is quantized ({quantization}), but {reason}, or do not quantize it."
+            raise OptionError(message, "quantization", option)
 
 
 def check_reward_weights(weights: list[float] | None, names: list[str], aggregation: str) -> list[float]:
     """Check the weights of the rewards (`None`: all 1) before generation, and return them."""
     weights = _value_per_reward(weights, 1.0, "reward_weights", names)
     if not all(math.isfinite(weight) for weight in weights) or not any(weights):
-        raise ValueError(f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0.")
+        message = f"`reward_weights` is {weights}; weights must be finite, and at least one of them not 0."
+        raise OptionError(message, "reward_weights")
     if aggregation == "geometric_mean" and min(weights) < 0:
-        raise ValueError(
-            f"`reward_weights` is {weights}, but a geometric mean has no negative weights: negate the reward."
-        )
+        message = f"`reward_weights` is {weights}, but a geometric mean has no negative weights: negate the reward."
+        raise OptionError(message, "reward_weights", "multi_objective_aggregation")
     return weights
 
 
@@ -377,37 +322,44 @@ def check_required(required: list | None, names: list[str], weights: Iterable[fl
     """Check which rewards are required (`None`: all); one of nonzero weight must be."""
     required = _value_per_reward(required, True, "reward_required", names)
     if not any(is_required and weight != 0 for is_required, weight in zip(required, weights, strict=True)):
-        raise ValueError(f"`reward_required` is {required}: no reward of nonzero weight is required. Require one.")
+        message = f"`reward_required` is {required}: no reward of nonzero weight is required. Require one."
+        raise OptionError(message, "reward_required", "reward_weights")
     return required
 
 
 def _value_per_reward(values: list | None, default: Any, option: str, names: list[str]) -> list:
     values = [default] * len(names) if values is None else values
     if len(values) != len(names):
-        raise ValueError(
-            f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
-        )
+        message = f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
+        raise OptionError(message, option, "rewards")
     return values
 
 
-def _refused(
-    args: SimpleNamespace, defaults: Mapping[str, Any], names: Collection[str], alternatives: Mapping[str, str]
-) -> Iterator[str]:
-    """Find fields that are set to anything but their default."""
+def _unsupported_values(
+    args: SimpleNamespace,
+    defaults: Mapping[str, Any],
+    unsupported: Collection[str],
+    alternatives: Mapping[str, str],
+    *because: str,
+) -> Iterator[OptionError]:
+    """Refuse fields that are set to anything but their default, `because` of the values of others."""
     for name, value in vars(args).items():
-        if name in names and value is not None and value != defaults[name]:
-            hint = f"; use {alternatives[name]} instead" if name in alternatives else ""
-            yield f"`{name}` is set to {value!r}, which is not supported here. Unset it{hint}."
+        if name in unsupported and value is not None and value != defaults[name]:
+            others = [alternatives[name]] if name in alternatives else []
+            hint = f"; use `{others[0]}` instead" if others else ""
+            message = f"`{name}` is set to {value!r}, which is not supported here. Unset it{hint}."
+            yield OptionError(message, name, *because, remedies=others)
 
 
 def _out_of_range(
     args: SimpleNamespace, defaults: Mapping[str, Any], whole: Collection[str], ranges: Ranges
-) -> Iterator[str]:
-    """Find values out of range, and replace them by their defaults for what is checked next."""
+) -> Iterator[OptionError]:
+    """Refuse values out of range, and replace them by their defaults for what is checked next."""
     for name in whole:
         value, is_list = getattr(args, name), isinstance(getattr(args, name), list | tuple | range)
         if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
-            yield f"`{name}` is {value!r}; it must be {'whole numbers' if is_list else 'a whole number'}."
+            kind = "whole numbers" if is_list else "a whole number"
+            yield OptionError(f"`{name}` is {value!r}; it must be {kind}.", name)
             setattr(args, name, defaults[name])
     for names, is_good, rule in ranges:
         for name in names:
@@ -417,39 +369,54 @@ def _out_of_range(
             except (TypeError, ValueError):  # a value of another type, or None
                 fits = False
             if not fits:  # NaN is not either
-                yield f"`{name}` is {value!r}; it must be {rule}."
+                yield OptionError(f"`{name}` is {value!r}; it must be {rule}.", name)
                 setattr(args, name, defaults[name])
 
 
-def _common_errors(args: SimpleNamespace) -> Iterator[str]:
-    """Find what starts a run that trains nothing, or in another precision."""
+def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
+    """Refuse what starts a run that trains nothing, or in another precision."""
     if sys.platform == "win32":
         raise OSError(NOT_ON_WINDOWS)
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     for name in _TRACKERS & {*trackers}:
         if find_spec(name) is None:
-            yield f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {name}`."
+            message = f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {name}`."
+            yield OptionError(message, "report_to")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
-        yield f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
+        message = (
+            f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
+        )
+        yield OptionError(message, "jit_checkpoint_signals")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-        yield "The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3."
-    kwargs = args.model_init_kwargs or {}
+        yield OptionError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
+    kwargs, message = args.model_init_kwargs or {}, ""
     if isinstance(kwargs, str):  # typed on a command line
         try:
             kwargs = json.loads(kwargs)
         except ValueError as error:
-            yield f"`--model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
-            kwargs = {}
+            message, kwargs = f"`model_init_kwargs` is {kwargs!r}, which is not JSON: {error}", {}
     if not isinstance(kwargs, dict):
-        yield f'`model_init_kwargs` is {kwargs!r}; it must be arguments by name, as JSON `{{"revision": "main"}}`.'
+        message = f'`model_init_kwargs` is {kwargs!r}; it must be arguments by name, as JSON `{{"revision": "main"}}`.'
     elif "torch_dtype" in kwargs:
-        yield "`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`."
+        message = "`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`."
+    if message:
+        yield OptionError(message, "model_init_kwargs")
     for name in ("seed", "data_seed"):
         if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
-            yield f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}."
+            yield OptionError(f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}.", name)
     unbounded = (*_MAY_BE_INFINITE, "num_train_epochs") if args.max_steps >= 1 else _MAY_BE_INFINITE
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value) and (name not in unbounded or math.isnan(value)):
-            yield f"`{name}` is {value}; it must be a finite number."
+            yield OptionError(f"`{name}` is {value}; it must be a finite number.", name)
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
-        yield f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
+        message = (
+            f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
+        )
+        yield OptionError(message, "max_steps", "num_train_epochs")
+    strategies = [str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy)]
+    if args.load_best_model_at_end and strategies[0] not in ("best", strategies[1]):
+        yield OptionError(
+            f"`save_strategy` is '{strategies[0]}', but `load_best_model_at_end` requires that of `eval_strategy`, "
+            f"'{strategies[1]}': the best model must have been saved. Set it.",
+            "save_strategy", "eval_strategy", "load_best_model_at_end",
+        )  # fmt: skip

@@ -11,8 +11,6 @@ from torch import nn
 
 
 _PACKAGES = {"nf4": "bitsandbytes", "int8": "torchao", "fp8": "torchao"}
-# The last one is diffusers' layerwise casting, which is applied to a loaded model
-QUANTIZATIONS = (*_PACKAGES, "fp8_storage")
 
 
 def quantization_config(name: str, dtype: torch.dtype, library: str = "transformers") -> Any:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the commands: how they are declared and described, and which value an option gets that has several."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..utils.errors import OptionError, refuse
+from ..utils.text import read_json
+
+
+# What a file says about an option is not for another value of it. All other contradictions are found by the checks.
+_REPLACED = {
+    "rewards": ("reward_weights", "reward_required"),
+    "adapter": ("lora_r", "lora_alpha", "lora_target_modules"),
+    "lora_r": ("lora_alpha",),
+    "num_train_epochs": ("max_steps",),
+    "save_steps": ("save_strategy",),
+    "logging_steps": ("logging_strategy",),
+}
+# The paper's number of prompts is not for another effective batch, and its layers are not those of another model
+_REPLACED_IN_RECIPES = {
+    "gradient_accumulation_steps": ("num_prompts_per_generation",),
+    "model_name_or_path": ("lora_target_modules",),
+}
+
+
+def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
+    """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it; `kwargs` are for argparse."""
+    metadata = {"help": help, "aliases": list(aliases), **kwargs}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def describe(config: type) -> dict[str, dict[str, Any]]:
+    """Describe the fields of a dataclass as options, in plain values."""
+    options, hints, choices = {}, get_type_hints(config), getattr(config, "choices", {})
+    for declared in [declared for declared in fields(config) if declared.init]:
+        hint = hints[declared.name]
+        types = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        option: dict[str, Any] = {"nullable": True} if NoneType in types else {}
+        types = tuple(member for member in types if member is not NoneType)
+        enums = [member for member in types if isinstance(member, type) and issubclass(member, Enum)]
+        enums = enums or [member for member in types if get_origin(member) is Literal and str not in types]
+        if enums:
+            option["choices"] = [getattr(value, "value", value) for value in get_args(enums[0]) or enums[0]]
+        elif str not in types and get_origin(types[0]) is list:
+            option |= {"nargs": "+", "type": get_args(types[0])[0].__name__}
+        elif str not in types and types[0] in (bool, int, float):
+            option["type"] = types[0].__name__
+        default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+        if default is MISSING:
+            option["required"] = True
+        elif default is not None:
+            option["default"] = getattr(default, "value", default)
+        if declared.name in choices:
+            option["choices"] = [value for value in choices[declared.name] if not isinstance(value, bool)]
+        options[declared.name] = option | declared.metadata
+    return options
+
+
+@cache
+def config_options() -> dict[str, Any]:
+    """Read the options of the configs as `make options` has described them: importing the classes takes seconds."""
+    return read_json(Path(__file__).with_name("config_options.json"))
+
+
+def find_unused(args: Any, names: Iterable[str], where: str, *because: str) -> Iterator[OptionError]:
+    """Find options that were typed and would do nothing; `where` says in which case, `because` names other options."""
+    if unused := [name for name in names if name in getattr(args, "typed", ())]:
+        flags = ", ".join(f"`--{name}`" for name in unused)
+        yield OptionError(f"{flags} would do nothing {where}. Leave it out.", *unused, *because)
+
+
+@dataclass
+class OptionSources:
+    """Options by where they are from: what is typed wins over a file, and the file over presets, which join it."""
+
+    typed: dict[str, Any]
+    in_file: dict[str, Any]
+    recipe: str | None  # its name, if the file is one of the package's
+
+    def __post_init__(self):
+        # The user's own choices: a recipe is none
+        self.chosen = frozenset(self.typed if self.recipe else self.typed | self.in_file)
+        self.left_out: dict[str, str] = {}  # of the file, each with the reason
+        replaced = _REPLACED | (_REPLACED_IN_RECIPES if self.recipe else {})
+        for by in self.typed:
+            names = [name for name in replaced.get(by, ()) if self.in_file.get(name) != "steps"]
+            self.leave_out(dict.fromkeys(names, f"`--{by}`"))
+
+    def leave_out(self, reasons: dict[str, str]) -> None:
+        """Leave options out of the file, unless they were typed too."""
+        self.left_out |= {
+            name: why for name, why in reasons.items() if name in self.in_file and name not in self.typed
+        }
+
+    def values(self, *without: str) -> dict[str, Any]:
+        """Return the values that are taken, `without` others of the file."""
+        left_out = {*self.left_out, *without}
+        return {name: value for name, value in self.in_file.items() if name not in left_out} | self.typed
+
+    def settle(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
+        """Leave out of the file what contradicts the command line, and refuse what is wrong otherwise."""
+        while errors := find_errors(self.values()):
+            for error in errors:
+                by = next((name for name in error.options if name in self.typed), None)
+                if by is not None and (names := self._mended_by(error, find_errors)):
+                    self.leave_out(dict.fromkeys(names, f"`--{by}`"))
+                    break
+            else:
+                refuse(errors)
+
+    def _mended_by(self, error: OptionError, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> list[str]:
+        """Return the first option of the file without which an error goes, or all that take part in it together."""
+        values = self.values()
+        candidates = [name for name in error.options if name in values and name not in self.typed]
+        for names in (*([name] for name in candidates), candidates):
+            if not any({*other.options} <= {*error.options} for other in find_errors(self.values(*names))):
+                return names
+        return []

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derive the size of a round from the options that set it, without torch."""
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+from .errors import OptionError
+
+
+class RoundSizes(NamedTuple):
+    """The fields that set the size of a round, `None` where it follows from others."""
+
+    num_prompts_per_generation: int | None = None
+    optimizer_steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    gradient_accumulation_steps: int | None = None
+
+
+def round_sizes(
+    requested: RoundSizes,
+    *,
+    num_processes: int,
+    num_generations: int,
+    batch_size: int,
+    num_trained_steps: int,
+    num_merged_batches: int = 1,
+) -> tuple[int, ...]:
+    """
+    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
+    only `gradient_accumulation_steps` is set, it fixes the images of an optimizer step, as in TRL. A round is then two
+    optimizer steps, or the smallest larger number that holds full groups. Return the sizes in the order of [`RoundPlan`].
+
+    Raises:
+        OptionError: the sizes that are set do not divide a round, or contradict each other.
+    """
+    parallel = num_processes * batch_size  # images of a micro-batch on all processes
+    num_prompts = requested.num_prompts_per_generation
+    steps = Fraction(requested.optimizer_steps_per_generation or 2)
+    images = Fraction(requested.generation_batch_size or 0)
+    per_step = Fraction(requested.gradient_accumulation_steps or 0)
+    per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
+    if not images:
+        images = Fraction((requested.steps_per_generation or 0) * parallel, num_trained_steps)
+    # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
+    batch = parallel * num_merged_batches
+    unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
+    if not images:
+        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
+        images = Fraction(math.ceil(images / unit) * unit)
+    if per_step:
+        steps = images / per_step
+    trained = images * num_trained_steps / parallel  # micro-steps of a process
+    planned = (images / num_generations, steps, images, trained, trained / steps)
+    settings = {name: value for name, value in requested._asdict().items() if value is not None}
+    are_equal = all(value in (None, size) for value, size in zip(requested, planned, strict=True))
+    if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
+        are_equal = True  # the prompts may be rounded up
+    if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
+        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
+        nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
+        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
+        # Of a file, the prompts are the last to give way
+        batches = ("per_device_rollout_batch_size", "per_device_train_batch_size", "num_generations")
+        raise OptionError(
+            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
+            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
+            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
+            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
+            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
+            "another number than 2, and leave the others out.", *RoundSizes._fields[::-1], *batches,
+        )  # fmt: skip
+    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
+    return *sizes, int(steps), num_merged_batches
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}"
