@@ -41,7 +41,7 @@ from paco_trl.evaluation import (
     save_report,
 )
 from paco_trl.evaluation.runs import batches
-from paco_trl.utils.images import load_image
+from paco_trl.utils.vision_language import load_image
 from testing_utils import jsonl, noise, png, wait_until
 
 

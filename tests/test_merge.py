@@ -25,7 +25,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands.main import main
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import theme_question
-from paco_trl.utils.images import limit_pixels
+from paco_trl.utils.vision_language import limit_pixels
 from testing_utils import draw, files_in, give_effect, noise
 
 

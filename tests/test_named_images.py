@@ -19,8 +19,8 @@ from paco_trl.data import (
 )
 from paco_trl.data.dataset_files import load_split
 from paco_trl.data.pairs import pair_features
-from paco_trl.utils.images import load_image
 from paco_trl.utils.stage_folder import StageFolder, save_with_paths
+from paco_trl.utils.vision_language import load_image
 from testing_utils import noise, write_image
 
 

@@ -29,7 +29,7 @@ from paco_trl.rewards import ServedJudge, paco_reward
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.utils.fingerprint import weights_fingerprint
-from paco_trl.utils.images import limit_pixels, load_image, patch_size_of, pixel_limit
+from paco_trl.utils.vision_language import limit_pixels, load_image, patch_size_of, pixel_limit
 from testing_utils import close, noise, write_image
 
 

@@ -42,8 +42,8 @@ from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe
 from paco_trl.utils.fingerprint import (
     describe,
     describe_code,
+    digest_model_files,
     file_digest,
-    model_files,
     weights_fingerprint,
 )
 from paco_trl.utils.text import differences
@@ -345,13 +345,13 @@ class TestWeights:
 def test_the_files_of_a_model(tiny_flux, tmp_path):
     """Before it is loaded: changed in place, and moved."""
     model = shutil.copytree(tiny_flux, tmp_path / "model")
-    before = model_files(str(model))
-    assert before == model_files(str(tiny_flux)) and model_files("user/name") is None
+    before = digest_model_files(str(model))
+    assert before == digest_model_files(str(tiny_flux)) and digest_model_files("user/name") is None
     transformer = DiffusionPipeline.from_pretrained(model).transformer
     with torch.no_grad():
         transformer.transformer_blocks[0].attn.to_q.weight.mul_(1.01)
     transformer.save_pretrained(model / "transformer")
-    assert model_files(str(model)) != before
+    assert digest_model_files(str(model)) != before
 
 
 class TestBaseWeights:

@@ -27,7 +27,7 @@ from paco_trl.data.questions import plain_question
 from paco_trl.rewards import Answer, ConsistencyReward, JudgeUnavailableError, ServedJudge, yes_probability
 from paco_trl.rewards.judge import _read_score
 from paco_trl.utils.chat import _event_loop
-from paco_trl.utils.images import load_image
+from paco_trl.utils.vision_language import load_image
 from testing_utils import noise, plain, wait_until
 
 

@@ -38,7 +38,7 @@ from paco_trl.data import criterion_question, edit_following_question, make_pair
 from paco_trl.data.questions import plain_question
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
-from paco_trl.utils.images import limit_pixels
+from paco_trl.utils.vision_language import limit_pixels
 from testing_utils import give_effect, noise, wait_until
 
 

@@ -17,7 +17,7 @@ from ..generation.sample_sheet import pairs_sheet
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError
 from ..utils.files import digest
-from ..utils.fingerprint import model_files
+from ..utils.fingerprint import digest_model_files
 from ..utils.stage_folder import StageFolder
 from . import build_arguments as arguments
 
@@ -99,7 +99,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
     prompts, spec = result(args, "prompts"), args.read_loading_spec()
     call = args.call_of(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
-    settings |= spec.settings | {"model": spec.model, "model_files": model_files(spec.model)} | spec.weights
+    settings |= spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.weights
     # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})

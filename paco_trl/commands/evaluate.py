@@ -34,7 +34,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, refuse
 from ..utils.files import read_record, write_atomically
-from ..utils.fingerprint import model_files
+from ..utils.fingerprint import digest_model_files
 from ..utils.locks import sole_writer
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
@@ -127,7 +127,7 @@ def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None)
     call = args.call_of(spec)
     names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
     settings = spec.weights | {name: getattr(args, name) for name in names} | spec.settings | call | panels
-    settings |= {"model": spec.model, "model_files": model_files(spec.model)}
+    settings |= {"model": spec.model, "model_files": digest_model_files(spec.model)}
     settings["prompts"] = digest_of_prompts(benchmark)
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)

@@ -43,7 +43,7 @@ from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.errors import refuse
 from ..utils.files import digest, write_atomically
-from ..utils.fingerprint import describe, model_files
+from ..utils.fingerprint import describe, digest_model_files
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.names import OtherBaseError, public_name
@@ -92,7 +92,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     if not rows.has_separate:
         refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
-    settings |= {"prompts": digest(describe(rows.dataset)), "model_files": model_files(base.model)}
+    settings |= {"prompts": digest(describe(rows.dataset)), "model_files": digest_model_files(base.model)}
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
         rows.measure(pipeline, family_of(pipeline))

@@ -15,8 +15,8 @@ from pathlib import Path, PurePath
 from datasets import config
 from huggingface_hub.utils import WeakFileLock
 
-from ..utils.addresses import refuse_address
 from ..utils.files import scratch_folder
+from ..utils.images import refuse_address
 from .dataset_files import image_file
 
 

@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from ..utils.addresses import refuse_address
+from ..utils.images import refuse_address
 from ..utils.names import LINES, PARQUET, TABLES, TEXT_DATA, check_dataset_name, data_ending, is_local
 from ..utils.stage_folder import is_saved
 from ..utils.text import is_text, read_text, shorten, some_of

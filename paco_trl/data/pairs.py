@@ -23,7 +23,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 
-from ..utils.addresses import refuse_address
+from ..utils.images import refuse_address
 from ..utils.text import is_text, shorten, shorten_path
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import report_broken_rows, unembedded_paths
@@ -270,7 +270,8 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
 
 def _image_error(image: Mapping[str, Any] | None, feature: Image) -> str | None:
     """Return why an image cannot be decoded or shown to a judge, or `None` if it can."""
-    from ..utils.images import check_sides, to_rgb
+    from ..utils.images import to_rgb
+    from ..utils.vision_language import check_sides
 
     if image is None:
         return "is missing (None)"

@@ -12,8 +12,7 @@ from datasets import Image as ImageFeature
 from PIL import ExifTags, Image
 from tqdm.auto import tqdm
 
-from ..utils.addresses import refuse_address
-from ..utils.images import reading
+from ..utils.images import reading, refuse_address
 from ..utils.text import shorten_path
 
 

@@ -155,7 +155,8 @@ def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: in
 
 def _encode(path: str | None, content: bytes | None) -> str:
     """Encode an image as a data URL."""
-    from ..utils.images import data_url, load_image
+    from ..utils.images import data_url
+    from ..utils.vision_language import load_image
 
     image = load_image({"path": path, "bytes": content}, _PATCH_SIZE, "An image of a pair")
     # Higher levels of compression take longer than they save in sending

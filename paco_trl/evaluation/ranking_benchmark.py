@@ -11,7 +11,7 @@ from datasets import Dataset
 from ..data.columns import criteria_dict
 from ..data.questions import criterion_question, plain_question
 from ..data.rankings import check_ranking_columns, default_question
-from ..utils.statistics import without_nan
+from ..utils.text import without_nan
 from . import runs
 from .metrics import list_order_metrics, ranking_metrics
 

@@ -14,8 +14,7 @@ from ..utils.files import read_template, write_atomically
 from ..utils.fingerprint import HARMLESS_IN_SCORERS
 from ..utils.option_checks import PROTOCOLS
 from ..utils.paper import PAPER
-from ..utils.statistics import without_nan
-from ..utils.text import changes, interval_text, markdown_table, number_text, read_json
+from ..utils.text import changes, interval_text, markdown_table, number_text, read_json, without_nan
 
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")

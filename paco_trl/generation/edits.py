@@ -8,10 +8,9 @@ from ..data.columns import typed_dataset
 from ..data.edit_prompts import check_edit_columns
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
-from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
-from .image_files import generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
+from .image_files import check_call, generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
 
 
 if TYPE_CHECKING:

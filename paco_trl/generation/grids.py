@@ -10,11 +10,10 @@ from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, check_image_set_columns,
 from ..data.source_images import SourceImages
 from ..utils.files import file_name
 from ..utils.option_checks import check_panel_options
-from ..utils.pipelines import check_call
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
-from .image_files import generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
+from .image_files import check_call, generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
 from .sample_sheet import grids_sheet
 
 

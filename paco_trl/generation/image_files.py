@@ -60,6 +60,14 @@ def digest_of_prompts(prompts: "Dataset") -> str:
     return digest(describe(prompts.select_columns([name for name in columns if name in prompts.column_names])))
 
 
+def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str) -> None:
+    """Refuse a pipeline whose call lacks one of the arguments; `purpose` ends the error."""
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    missing = [f"`{name}`" for name in names if name not in parameters]
+    if missing:
+        raise ValueError(f"The call of {type(pipeline).__name__} has no {', '.join(missing)}, so it cannot {purpose}")
+
+
 def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
     """Return call arguments that keep a pipeline from rewriting prompts, as LongCat-Image does."""
     parameters = inspect.signature(type(pipeline).__call__).parameters

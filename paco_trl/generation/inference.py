@@ -24,7 +24,7 @@ from ..rollout.adapters import load_transformer_adapter, read_peft_config
 from ..rollout.loading import read_index
 from ..rollout.policy_building import store_as_fp8
 from ..utils.files import read_record
-from ..utils.fingerprint import file_digest, model_files
+from ..utils.fingerprint import digest_model_files, file_digest
 from ..utils.model_files import (
     check_generates,
     find_adapter_file,
@@ -101,7 +101,7 @@ class LoadingSpec:
         folder = self.transformer
         if not is_local(folder):  # loading would download it anyway
             folder = snapshot_download(folder, allow_patterns=["transformer/*.json", "transformer/*.safetensors"])
-        digest = model_files(os.path.join(folder, "transformer"))
+        digest = digest_model_files(os.path.join(folder, "transformer"))
         return {"adapter": self.transformer, "adapter_weights": digest or ""}
 
     def load_pipeline(self) -> DiffusionPipeline:

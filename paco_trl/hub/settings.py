@@ -17,6 +17,7 @@ from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.paper import PAPER
+from ..utils.text import without_nan
 from .files import SETTINGS
 from .licenses import License
 
@@ -145,8 +146,6 @@ def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
-    from ..utils.statistics import without_nan  # imports NumPy, which reading cards does not need
-
     values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
     values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):

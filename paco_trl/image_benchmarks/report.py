@@ -25,8 +25,7 @@ from ..hub.settings import load_settings
 from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
-from ..utils.statistics import without_nan
-from ..utils.text import markdown_table, markdown_text, number_text
+from ..utils.text import markdown_table, markdown_text, number_text, without_nan
 from .image_sets import load_image_file
 
 

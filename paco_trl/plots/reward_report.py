@@ -10,7 +10,7 @@ from transformers import ProcessorMixin
 
 from ..data.pairs import content_text
 from ..evaluation import calibration_bins
-from ..utils.images import load_image, patch_size_of
+from ..utils.vision_language import load_image, patch_size_of
 from .contact_sheet import CARD_LETTER, CARD_WIDTH, render_sheet, thumbnail
 from .figures import new_figure, png_bytes
 

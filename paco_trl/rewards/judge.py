@@ -21,10 +21,11 @@ from scipy.special import expit, logsumexp
 from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError
 from ..utils.files import read_record
-from ..utils.images import check_text, data_url, load_image, patch_size_of
+from ..utils.images import data_url
 from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.text import is_text, shorten
+from ..utils.vision_language import check_text, load_image, patch_size_of
 
 
 if TYPE_CHECKING:

@@ -31,11 +31,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..utils.deepspeed import without_zero3_init
 from ..utils.fingerprint import weights_fingerprint
-from ..utils.images import find_control_tokens, load_image, patch_size_of, reading
+from ..utils.images import reading
 from ..utils.model_files import find_adapter_file, find_model_file, hub_arguments
 from ..utils.names import check_adapter_name, check_model_name, public_name
 from ..utils.quantization import quantization_config
-from ..utils.tensors import to_device, tower_arguments
+from ..utils.tensors import to_device
+from ..utils.vision_language import find_control_tokens, load_image, patch_size_of, tower_arguments
 from .judge import (
     LEAST_MASS,
     SPACES,

@@ -21,7 +21,7 @@ from ..rewards.scoring import offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.images import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
+from ..utils.vision_language import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long
 from .evaluator import metric_names

@@ -17,7 +17,8 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data import is_label_only
 from ..data.pairs import iter_texts
-from ..utils.images import load_image, open_image, patch_size_of
+from ..utils.images import open_image
+from ..utils.vision_language import load_image, patch_size_of
 
 
 # Tensors of shape (batch, tokens) in a batch of TRL's collator

@@ -42,12 +42,12 @@ from ..rollout.loading import base_model_name
 from ..utils.deepspeed import without_zero3_init
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
-from ..utils.images import limit_pixels, pixel_limit, to_png
+from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
-from ..utils.tensors import tower_arguments
+from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
 from .checks import check_has_evaluation, check_pairs
 from .config_utils import check_best_metric, copy_config
 from .console import use_console

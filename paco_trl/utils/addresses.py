@@ -5,8 +5,6 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
-from .text import shorten
-
 
 def is_loopback(host: str) -> bool:
     """Tell whether a host is this machine, by an address that no other machine reaches."""
@@ -30,15 +28,3 @@ def check_base_url(base_url: str) -> str:
             "the key in its own argument."
         )
     return address.hostname
-
-
-def refuse_address(path: str | None) -> None:
-    """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
-    if path is not None and "://" in path:
-        raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
-    # Each part of a path has at most 255 characters, and most have far fewer
-    if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
-        raise ValueError(
-            f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and name that, or "
-            "use Parquet with the bytes."
-        )

@@ -257,7 +257,7 @@ def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) ->
     return hasher.hexdigest()[:16]
 
 
-def model_files(model: str) -> str | None:
+def digest_model_files(model: str) -> str | None:
     """Digest the files of a model in a directory, before it is loaded; `None` for one of the Hub, where a name stays."""
     folder = Path(model)
     paths = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())

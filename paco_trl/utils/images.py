@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of images for a vision-language model, the same for training and scoring."""
+"""Open, convert and encode images."""
 
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from .addresses import refuse_address
-from .text import shorten_path
+from .text import shorten
 
-
-if TYPE_CHECKING:
-    from transformers import ProcessorMixin
 
 # Largest value of 16 bits: 257 * 255
 _MAX_16_BITS = 65535
+
+
+def refuse_address(path: str | None) -> None:
+    """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
+    if path is not None and "://" in path:
+        raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
+    # Each part of a path has at most 255 characters, and most have far fewer
+    if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
+        raise ValueError(
+            f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and name that, or "
+            "use Parquet with the bytes."
+        )
 
 
 def to_rgb(image: Image.Image, where: str) -> Image.Image:
@@ -68,37 +75,8 @@ def reading(image: str, remedy: str = "Replace the file, or leave the row out") 
         raise ValueError(f"{image} cannot be read: {type(error).__name__}: {error}. {remedy}.") from error
 
 
-def patch_size_of(processor: "ProcessorMixin") -> int:
-    """Return the side in pixels of the processor's patches."""
-    # Not every image processor cuts patches; 14 is the default of qwen_vl_utils
-    patch_size = getattr(processor.image_processor, "patch_size", None) or 14
-    return patch_size if isinstance(patch_size, int) else patch_size["height"]
-
-
-def load_image(image, patch_size: int, where: str) -> Image.Image:
-    """Open an image as training and scoring see it: in RGB, its sides multiples of a merged patch."""
-    from qwen_vl_utils import process_vision_info
-
-    name = image.get("path") if isinstance(image, dict) else image if isinstance(image, str | Path) else None
-    with reading(f"{where} ({shorten_path(name)})" if name else where):
-        # Not opened by the library: it would convert it differently
-        opened = to_rgb(open_image(image), "The image")
-        check_sides(*opened.size, patch_size)
-        message = {"role": "user", "content": [{"type": "image", "image": opened}]}
-        images, _ = process_vision_info([message], image_patch_size=patch_size)
-    return images[0]
-
-
-def check_sides(width: int, height: int, patch_size: int) -> None:
-    """Raise the `ValueError` of a judge's libraries for sides that they cannot resize: one is over 200 times the other."""
-    from qwen_vl_utils.vision_process import smart_resize
-
-    for _ in range(2):  # `process_vision_info` resizes, and the processor what comes out of it
-        height, width = smart_resize(height, width, 2 * patch_size)
-
-
 def open_image(source: Any) -> Image.Image:
-    """Open what [`load_image`] takes: an image, its path, its bytes, or what a row of a dataset has."""
+    """Open an image, its path, its bytes, or what a row of a dataset has."""
     if isinstance(source, dict):
         source = source["path"] if source.get("bytes") is None else source["bytes"]
     if isinstance(source, Image.Image):
@@ -121,33 +99,3 @@ def data_url(image: Image.Image, kind: str, **options) -> str:
     file = BytesIO()
     image.save(file, kind, **options)
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
-
-
-def pixel_limit(processor: "ProcessorMixin") -> int | None:
-    """Return the pixels to which the processor scales down a larger image, or `None` if it has no such limit."""
-    size = getattr(processor.image_processor, "size", None)
-    return size["longest_edge"] if size is not None and "shortest_edge" in size and "longest_edge" in size else None
-
-
-def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
-    """Lower the pixels to which the processor scales down a larger image; a lower limit of its own stays."""
-    from transformers.image_utils import SizeDict
-
-    limit = pixel_limit(processor)
-    if limit is not None and limit > max_pixels:
-        size = {**dict(processor.image_processor.size), "longest_edge": max_pixels}
-        processor.image_processor.size = SizeDict(**size)
-
-
-def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
-    """Return the tokens that are not text: turns, images, the end."""
-    tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
-    tokens.update(getattr(processor, name, None) or "" for name in ("image_token", "video_token"))
-    return sorted(token for token in tokens if token)
-
-
-def check_text(text: str, control_tokens: list[str], where: str) -> None:
-    """Check that a text has no control token. A model would read it as an image or as the end of the turn."""
-    token = next((token for token in control_tokens if token in text), None)
-    if token is not None:
-        raise ValueError(f"{where} has {token!r}, which the model reads as a control token, not as text. Remove it.")

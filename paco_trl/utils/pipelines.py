@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmodified diffusers pipelines: the arguments of their call, and what their tokenizers cut."""
+"""Count the prompts that the tokenizers of a pipeline cut."""
 
-import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-
-def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str) -> None:
-    """Refuse a pipeline whose call lacks one of the arguments; `purpose` ends the error."""
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    missing = [f"`{name}`" for name in names if name not in parameters]
-    if missing:
-        raise ValueError(f"The call of {type(pipeline).__name__} has no {', '.join(missing)}, so it cannot {purpose}")
 
 
 @contextmanager

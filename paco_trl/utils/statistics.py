@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute bootstrap intervals over prompts, and write undefined numbers."""
+"""Compute bootstrap intervals over prompts."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,12 +93,3 @@ def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
         means = (sums / counts).reshape(num_parts, -1, *totals.shape[1:])  # (parts, strata, ...)
         present = ~np.isnan(means)
         return np.where(present, means, 0.0).sum(axis=1) / present.sum(axis=1)
-
-
-def without_nan(value: Any) -> Any:
-    """Copy a value with `None` for NaN and lists for tuples, as JSON has them."""
-    if isinstance(value, dict):
-        return {key: without_nan(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -124,3 +124,12 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, A
             yield from ((f"{name}/{inner}", *values) for inner, *values in within)
         elif before != value:
             yield name, before, value
+
+
+def without_nan(value: Any) -> Any:
+    """Copy a value with `None` for NaN and lists for tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -465,8 +465,8 @@ HUB = [
         ),
         ("(resumed is None or resumed.resolve().parent != Path(output_dir).resolve())", "resumed is None"),
         (
-            "        if not (checkpoint / RUN_FILE).exists():\n            raise",
-            "        if False:\n            raise",
+            "        if not (checkpoint / RUN_FILE).exists():\n            message",
+            "        if False:\n            message",
         ),
         ("num_earlier = complete.index(newest) + 1", "num_earlier = len(complete)"),
     ),
@@ -626,6 +626,10 @@ DATA = [
         "test_image_modes.py",
         ("image = ImageOps.exif_transpose(image)", "pass"),
         ('white = 255 if image.mode == "I" and values.max() <= 255 else _MAX_16_BITS', "white = _MAX_16_BITS"),
+    ),
+    *_mutants(
+        "utils/vision_language.py",
+        "test_image_modes.py",
         ("    for _ in range(2):  # `process", "    for _ in range(1):  # `process"),
     ),
     *_mutants(
@@ -637,7 +641,7 @@ DATA = [
         ("            check_sides(*rgb_image.size, patch_size)\n", "            pass\n"),
     ),
     *_mutants(
-        "utils/addresses.py",
+        "utils/images.py",
         "test_dataset_files.py::TestStoredImages",
         ('path.startswith("data:") or len(path) > 1000', 'path.startswith("data:")'),
     ),
@@ -1028,7 +1032,7 @@ SEPARATE_SETS = [
     *_mutants(
         "commands/evaluate_arguments.py",
         "test_evaluate_generation.py::test_wrong_options",
-        ("_T2IS_ONLY if is_gedit else _GEDIT_ONLY,", "(),"),
+        ("others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY\n", "others = ()\n"),
     ),
     *_mutants(
         "planning/memory.py",
@@ -1046,7 +1050,7 @@ SEPARATE_SETS = [
             "frozenset(self.typed | self.in_file)",
         ),
         ("frozenset(self.typed if self.recipe else self.typed | self.in_file)", "frozenset(self.typed)"),
-        ("if name in self.in_file and name not in self.typed}", "if name in self.in_file}"),
+        ("if name in self.in_file and name not in self.typed\n", "if name in self.in_file\n"),
         ('"rewards": ("reward_weights", "reward_required"),', ""),
         ('"model_name_or_path": ("lora_target_modules",),', ""),
     ),
