@@ -35,7 +35,7 @@ from paco_trl.planning.memory import fake_weights
 from paco_trl.rollout import family_of
 from paco_trl.trainer.round_trainer import RoundTrainer
 from paco_trl.utils.files import write_atomically
-from phases import GIB, Phases, in_gib, run_part
+from phases import GIB, Phases, in_gib, ratios, run_part
 
 
 RECIPES = Path(commands.__file__).parents[1] / "recipes"
@@ -187,6 +187,8 @@ def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
             for name, phase in planned["phases"].items()
         },
         "measured, until it was killed": in_gib(read("train")),
+        # Of the first process, since the second has a checkpoint to load
+        "ratios": ratios(read("train"), planned["phases"], "quantization" not in options),
         "measured, resumed": in_gib(read("resume")),
         "adapter": read("load"),
         "log": [

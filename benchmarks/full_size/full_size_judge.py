@@ -47,7 +47,7 @@ from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import vision_token_ids
 from paco_trl.trainer.paco_reward_trainer import PaCoRewardTrainer
 from paco_trl.utils.files import write_atomically
-from phases import GIB, Phases, in_gib, run_part
+from phases import GIB, Phases, in_gib, ratios, run_part
 
 
 JUDGE = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -270,6 +270,13 @@ def rehearse_judge(recipe: str, model: Path, folder: Path, options: dict[str, An
             for name, phases in read("plan").items()
         },
         "measured, until it was killed": in_gib(read("train")),
+        "ratios": {
+            **ratios(read("train"), read("plan")["rehearsed"]),
+            **{
+                f"tokens, {size} pixels": round(pair["tokens"] / pair["tokens of the plan"], 2)
+                for size, pair in read("score")["sizes"].items()
+            },
+        },
         "measured, resumed": in_gib(read("resume")),
         "adapter": {
             "layers": len({name.partition(".lora_")[0] for name in shapes}),

@@ -54,6 +54,21 @@ def in_gib(phases: dict[str, dict]) -> dict[str, dict]:
     }
 
 
+def ratios(
+    measured: dict[str, dict], planned: dict[str, dict[str, dict[str, int]]], is_mapped: bool = True
+) -> dict[str, float]:
+    """Divide the measured own memory of each phase by what is planned for device and host, without weights that are mapped."""
+    mapped = {"frozen weights", "text encoders", "VAE", "transformer", "weights"} if is_mapped else set()
+    libraries = planned["load"]["host"]["libraries"]
+    found = {}
+    for name, phase in measured.items():
+        if name in planned:
+            parts = [part for sizes in planned[name].values() for part in sizes.items()]
+            own = sum(size for part, size in parts if part not in {*mapped, "libraries"})
+            found[name] = round(phase["peak"] / (libraries + own), 2)
+    return found
+
+
 def own_memory() -> int:
     """Return the bytes of this process that no file has: weights that are mapped from safetensors are not counted."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
