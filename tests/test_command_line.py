@@ -335,6 +335,8 @@ class TestOptions:
 
 WRONG = (
     *("grpo", "doctor grpo --lora_r 0", "grpo --rewards reednes --dataset_name demo", "grpo --dataset_name no.txt"),
+    *("grpo --dataset_name demo --learning_rate -1", "reward --lr_scheduler_type cosin"),
+    "grpo --dataset_name demo --rewards my.py=abc",
     *("grpo --dataset_name demo --report_to wandbb", "nft --config paco-flux.1-dev --dataset_name demo --nft_beta 0"),
     "grpo --dataset_name demo --gradient_accumulation_steps 3 --num_prompts_per_generation 7",
     *("reward --max_length 0", "reward --config paco-flux.1-dev", "grpo --dataset_name demo --adapter no"),
@@ -380,7 +382,8 @@ class TestDescribedOptions:
             f"{name} {words}p.txt --output_dir {tmp_path}/new --resume_from_checkpoint True"
             for name in ("nft", "reward")
         ]
-        of_files += [f"grpo {words}empty", f"grpo {words}p.txt --model_name_or_path {tmp_path}/mine"]
+        of_files += [f"grpo {words}p.txt --dataset_split trian", f"grpo {words}empty"]
+        of_files += [f"grpo {words}p.txt --model_name_or_path {tmp_path}/mine"]
         code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {[*AT_ONCE, *of_files]}: main(words.split())\n"
         code += (
             "print(*({'torch', 'transformers', 'diffusers', 'trl', 'datasets', 'numpy'} & sys.modules.keys()), 'end')"

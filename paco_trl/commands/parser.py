@@ -218,8 +218,11 @@ class CommandParser(argparse.ArgumentParser):
             name, _, number = word.rpartition("=")
             try:
                 weight = float(number) if name else None
-            except ValueError:  # of a path with a `=`
+            except ValueError:
                 weight = None
+                if name and "/" not in number and ".py" not in number:  # else it is a path with a `=`
+                    message = f"The weight of the reward `{name}` is {number!r}, which is not a number."
+                    raise OptionError(message, "rewards") from None
             names.append(word if weight is None else name)
             weights.append(weight)
         if not any(weight is not None for weight in weights):

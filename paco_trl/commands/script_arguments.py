@@ -177,6 +177,9 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)
+    name, split = str(script_args.dataset_name), script_args.dataset_split
+    if os.path.isfile(os.path.expanduser(name)) and not split.startswith("train"):
+        yield OptionError(f"There is no split {split!r} in '{name}', only train.", "dataset_name", "dataset_split")
     yield from find_unused_edit_options(script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield OptionError("The reward `edit` is for `--edits`: instructions with source images.", "rewards", "edits")

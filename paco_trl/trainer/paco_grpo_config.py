@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.logging import get_logger
+from transformers import SchedulerType
 from trl import GRPOConfig
 
 from ..data.image_sets import PANEL_TEMPLATE
@@ -302,7 +303,7 @@ class PaCoGRPOConfig(GRPOConfig):
     max_excluded_groups: float = 0.5
 
     learning_rate: float = 3e-4
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: SchedulerType | str = "constant"
     weight_decay: float = 1e-4
     epsilon: float = 1e-4
     ratio_tolerance: float | None = None

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from transformers import SchedulerType
 from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
@@ -92,7 +93,7 @@ class PaCoRewardConfig(SFTConfig):
 
     # Parameters that control the training
     learning_rate: float = 2e-4
-    lr_scheduler_type: str = "cosine"
+    lr_scheduler_type: SchedulerType | str = "cosine"
     warmup_steps: float = 0.1
     num_train_epochs: float = 2.0
     per_device_train_batch_size: int = 8

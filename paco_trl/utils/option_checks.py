@@ -70,7 +70,7 @@ _RANGES: Ranges = (
     (("noise_level",), lambda v: v > 0, "above 0 (the paper uses 0.7): without noise a step has no log-probability"),
     (("log_tame_threshold",), lambda v: v == "mean" or float(v) >= 0, "a number >= 0, or 'mean'"),
     (("min_reward_std",), lambda v: v is None or v >= 0, "at least 0, or None"),
-    (("max_resample_times", "beta"), lambda v: v >= 0, "at least 0"),
+    (("max_resample_times", "beta", "learning_rate"), lambda v: v >= 0, "at least 0"),
     (("ema_decay",), lambda v: v is None or 0 < v < 1, "between 0 and 1 (published code: 0.9), or None (no average)"),
     (_FRACTIONS, lambda v: 0 <= v <= 1, "a fraction of a round, from 0 to 1"),
 )
@@ -81,6 +81,7 @@ _NFT_RANGES: Ranges = (
     (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
 )
 _REWARD_RANGES: Ranges = (
+    (("learning_rate",), lambda v: v >= 0, "at least 0"),
     (
         ("first_token_weight",),
         lambda v: v is None or 0 < v <= 1,
