@@ -32,7 +32,7 @@ from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
-from paco_trl.utils.errors import OptionError
+from paco_trl.utils.errors import OptionError, refuse
 from paco_trl.utils.text import number_text
 
 
@@ -128,6 +128,26 @@ class TestFiles:
         (tmp_path / "a.yaml").write_text(text)
         words = ["--config", str(tmp_path / "a.yaml"), *words]
         return CommandParser(Arguments, prog="paco-trl test", check=check).parse_args_and_config(words)[0]
+
+    @pytest.mark.parametrize("is_sum", [False, True])
+    def test_as_little_as_possible_is_left_out(self, tmp_path, capsys, is_sum):
+        """One option if that mends it, or all that take part; and none for an option that is only recommended."""
+        (tmp_path / "a.yaml").write_text("max_steps: 30\nheight: 20\nlearning_rate: 0.5\n")
+
+        def check(parsed: Arguments) -> Iterator[OptionError]:
+            largest = parsed.max_steps + parsed.height if is_sum else min(parsed.max_steps, parsed.height)
+            if len(parsed.rewards) > 1 and largest > 8:
+                yield OptionError("too large", "max_steps", "height", "rewards")
+            if parsed.learning_rate > 0.4 and not parsed.swap:
+                yield OptionError("too fast", "learning_rate", remedies=["swap"])
+
+        parser = CommandParser(Arguments, prog="paco-trl test", check=check)
+        words = ["--config", str(tmp_path / "a.yaml")]
+        (parsed,) = parser.parse_args_and_config([*words, "--rewards", "a", "b"])
+        assert (parsed.max_steps, parsed.height, parsed.learning_rate) == (3, 5 if is_sum else 20, 0.5)
+        assert ("height=20" in capsys.readouterr().err) == is_sum
+        with pytest.raises(OptionError, match="too fast"):
+            parser.parse_args_and_config([*words, "--swap", "no"])
 
     def test_what_contradicts_the_command_line_is_left_out(self, tmp_path, capsys):
         text = "learning_rate: 0.5\nheight: 20\nmax_steps: 30\nswap: no\nsde_steps: [1]\n"
@@ -416,6 +436,25 @@ class TestDescribedOptions:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (OptionError("`a` is 1. Set `b`.", "a", remedies=["b"]), "`--a` is 1. Set `--b`."),
+            (OptionError("`a` is 1, in the column `c`.", "a"), "`--a` is 1, in the column `c`."),
+            (ValueError("The column `a` is empty."), "The column `a` is empty."),
+            (ValueError("Set `resume='auto'`, or `a=None`."), "Set `--resume auto`, or `--a None`."),
+            (ValueError('Set `a=" "`, or `my=value` there.'), "Set `--a ' '`, or `my=value` there."),
+        ],
+    )
+    def test_options_are_those_of_a_command_line(self, error, expected, capsys, monkeypatch):
+        monkeypatch.delenv("PACO_TRL_TRACEBACK", raising=False)
+        assert main.as_typed(error) == expected
+        if isinstance(error, OptionError):
+            with pytest.raises(OptionError) as refused:
+                refuse([error, OptionError(*error.args), OptionError("`d` is 2.", "d")])
+            assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in main.as_typed(refused.value)
+            assert expected in main.as_typed(refused.value)
+
     @pytest.mark.parametrize("is_asked", [False, True])
     def test_our_errors_are_a_line_and_bugs_have_a_traceback(self, capsys, monkeypatch, is_asked):
         def reward_that_raises(error: Exception):

@@ -9,6 +9,7 @@ from trl import SFTConfig
 
 from paco_trl import PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_SFT_FIELDS
+from paco_trl.utils.errors import OptionError
 from test_config import ENTRY, default_of
 from testing_utils import docstring
 
@@ -91,6 +92,21 @@ def test_bad_values(make, name, value):
 
 
 class TestMoreSettings:
+    @pytest.mark.parametrize(
+        ("settings", "options"),
+        [
+            ({"bf16": True, "fp16": True}, ("bf16", "fp16")),
+            ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, ("save_strategy", "eval_strategy")),
+        ],
+        ids=str,
+    )
+    def test_what_transformers_would_refuse_names_its_options(self, make, settings, options):
+        with pytest.raises(OptionError, match=f"`{options[0]}`.*`{options[1]}`") as refused:
+            make(**settings)
+        assert {*options} <= {*refused.value.options}
+        make(bf16=True)
+        make(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="best", metric_for_best_model="auroc")
+
     def test_the_least_calibration_error_is_the_best(self, make):
         settings = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
         assert make(metric_for_best_model="eval_ece", **settings).greater_is_better is False

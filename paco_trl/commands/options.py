@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the commands: how they are declared and described, and which value an option gets that has several."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..utils.errors import OptionError, refuse
-from ..utils.text import read_json
+from ..utils.text import read_json, shorten
 
 
 # What a file says about an option is not for another value of it. All other contradictions are found by the checks.
@@ -104,6 +104,15 @@ class OptionSources:
         """Return the values that are taken, `without` others of the file."""
         left_out = {*self.left_out, *without}
         return {name: value for name, value in self.in_file.items() if name not in left_out} | self.typed
+
+    def describe_left_out(self, final: Mapping[str, Any]) -> Iterator[str]:
+        """Say for each reason what is left out of the file because of it, and has another value in the end."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            if name not in final or final[name] != self.in_file[name]:
+                by_reason.setdefault(why, []).append(f"{name}={shorten(self.in_file[name])}")
+        for why, settings in by_reason.items():
+            yield f"without {', '.join(settings)} of {self.recipe or 'the file'}, because of {why}."
 
     def settle(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
         """Leave out of the file what contradicts the command line, and refuse what is wrong otherwise."""

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from ..utils.errors import OptionError, refuse
 from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors
-from ..utils.text import shorten
 from .main import launch, read_config, say
 from .options import OptionSources, config_options, describe
 
@@ -290,16 +289,10 @@ class CommandParser(argparse.ArgumentParser):
             sources.settle(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
         parsed = self._fill(sources.values(), sources.chosen, is_built=True)
         refuse(self._find_errors(*parsed))
-        final = {name: value for part in parsed for name, value in vars(part).items()}
-        left_out = {
-            name: why for name, why in sources.left_out.items() if sources.in_file[name] != final.get(name, _UNSET)
-        }
-        for why in dict.fromkeys(left_out.values() if os.environ.get("RANK", "0") == "0" else ()):
-            listed = ", ".join(
-                f"{name}={shorten(sources.in_file[name])}" for name in left_out if left_out[name] == why
-            )
-            file = sources.recipe or "the file"
-            say(self.prog.removeprefix("paco-trl "), f"without {listed} of {file}, because of {why}.")
+        if os.environ.get("RANK", "0") == "0":
+            final = {name: value for part in parsed for name, value in vars(part).items()}
+            for message in sources.describe_left_out(final):
+                say(self.prog.removeprefix("paco-trl "), message)
         return tuple(parsed)
 
     def read(self, args: Sequence[str]) -> OptionSources:

@@ -30,13 +30,14 @@ class OptionError(ValueError):
 
 def refuse(errors: Iterable[OptionError]) -> None:
     """Raise the error if there is one, and several as one error with a line for each."""
-    by_message = {str(error): error for error in errors}
-    if len(by_message) > 1:
-        options = dict.fromkeys(name for error in by_message.values() for name in error.options)
-        remedies = [name for error in by_message.values() for name in error.remedies]
-        raise OptionError("\n- ".join([f"{len(by_message)} problems:", *by_message]), *options, remedies=remedies)
-    for error in by_message.values():
-        raise error
+    errors = [*errors]
+    messages = list(dict.fromkeys(map(str, errors)))
+    if len(messages) > 1:
+        options = [name for error in errors for name in error.options]
+        remedies = [name for error in errors for name in error.remedies]
+        raise OptionError("\n- ".join([f"{len(messages)} problems:", *messages]), *options, remedies=remedies)
+    if errors:
+        raise errors[0]
 
 
 def errors_of(
