@@ -3,18 +3,12 @@
 Arguments that the training commands share with `paco-trl doctor`, and what they load. Functions import what takes seconds.
 """
 
-import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
@@ -24,6 +18,7 @@ from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, che
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights
 from ..utils.text import read_text
 from .options import find_unused, option
+from .user_rewards import find_user_reward
 
 
 if TYPE_CHECKING:
@@ -187,7 +182,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     if not [*errors_of(check_reward_names, script_args)]:
         yield from find_unused_reward_options(script_args)
         for name in filter(_is_user_reward, [*script_args.rewards, *(script_args.eval_rewards or ())]):
-            yield from errors_of(_find_reward, name, options=("rewards",))
+            yield from errors_of(find_user_reward, name, options=("rewards",))
     of_data = ("eval_dataset_name", "eval_split")
     data = [name for name in of_data if getattr(script_args, name) is not None]
     if data and training_args.eval_strategy == "no" and not training_args.eval_on_start:
@@ -359,7 +354,7 @@ def check_rewards(script_args: ScriptArguments) -> None:
 
     for name in (*script_args.rewards, *(script_args.eval_rewards or ())):
         if _is_user_reward(name) and not has_model(name):
-            check_reward_functions([_find_reward(name)])
+            check_reward_functions([find_user_reward(name)])
 
 
 def _is_user_reward(name: str) -> bool:
@@ -368,7 +363,7 @@ def _is_user_reward(name: str) -> bool:
 
 def has_model(name: str) -> bool:
     """Tell whether loading a reward may load the weights of a model, as that of a class of the user's may."""
-    return isinstance(_find_reward(name), type) if _is_user_reward(name) else name not in _WITHOUT_MODEL
+    return isinstance(find_user_reward(name), type) if _is_user_reward(name) else name not in _WITHOUT_MODEL
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -382,70 +377,11 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
         return rewards.RubricReward(model, name.removeprefix(_RUBRIC), url, **options)
     if name in _REWARDS:
         return _REWARDS[name](script_args)
-    reward = _find_reward(name)
+    reward = find_user_reward(name)
     try:
         return reward() if isinstance(reward, type) else reward
     except (Exception, SystemExit) as error:
         raise wrap_reward_error(name, error, __file__) from error
-
-
-def _find_reward(path: str) -> Callable:
-    """Import a reward of the user's, a function or a class."""
-    where, _, name = path.partition(":") if path.endswith(".py") or ":" in path else path.rpartition(".")
-    is_file = where.endswith(".py")
-    file = Path(os.path.abspath(os.path.expanduser(where)) if is_file else where.replace(".", "/") + ".py")
-    if not is_file and os.getcwd() not in sys.path:  # a script has its own directory there
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = _import_file(str(file)) if is_file else import_module(where)
-    except (Exception, SystemExit) as error:
-        is_missing = (
-            not is_file and isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")
-        )
-        if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
-            raise wrap_reward_error(path, error, __file__) from error
-        raise OptionError(
-            f"There is no {f'file {where!r}' if is_file else f'reward {path!r}'}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as "
-            "`=0.5`, is a number, for `--rewards` alone."
-        ) from None
-    if not is_file and file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
-        raise OptionError(f"`{where}` is another module than the file '{file}' here. Write `{file}:{name}`.")
-    # Not what the module has only imported
-    defined = [
-        key
-        for key, value in vars(module).items()
-        if callable(value) and value.__module__ == module.__name__ and not key.startswith("_")
-    ]
-    if not name and len(defined) == 1:
-        (name,) = defined
-    if not hasattr(module, name):
-        reason = f"has {len(defined)} functions and classes" if not name else f"has no reward `{name}`"
-        named = [f"`{where}:{key}`" for key in defined or ["my_reward"]]
-        raise OptionError(f"'{where}' {reason}. Name one: {', '.join(named)}.")
-    reward = getattr(module, name)
-    if not callable(reward):
-        raise OptionError(f"The reward {path!r} is {reward!r}, which cannot be called. Name a function or a class.")
-    if isinstance(reward, type):
-        try:
-            inspect.signature(reward).bind()
-        except TypeError as error:
-            raise OptionError(
-                f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = {name}(...)` "
-                "there, and name `my_reward`."
-            ) from None
-    return reward
-
-
-@cache
-def _import_file(path: str) -> ModuleType:
-    """Import a file once, under a name that hides no other module."""
-    spec: Any = spec_from_file_location(f"paco_trl_rewards_{Path(path).stem}", path)
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    if (folder := os.path.dirname(path)) not in sys.path:  # for what it imports from there, as a script does
-        sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
@@ -499,7 +435,9 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
-    functions = [_find_reward(name) for name in script_args.rewards if _is_user_reward(name) and not has_model(name)]
+    functions = [
+        find_user_reward(name) for name in script_args.rewards if _is_user_reward(name) and not has_model(name)
+    ]
     check_columns(functions, dataset, "the dataset")
 
 
