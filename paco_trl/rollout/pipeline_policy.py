@@ -264,6 +264,13 @@ class PipelinePolicy:
             except (TypeError, ValueError, RuntimeError) as error:
                 cause = error  # raised below, unless a check explains it
             recorder.raise_failed(cause)
+        self._check_generated(recorder, num_inference_steps, images[0], (width, height))
+        return images, share_tensors(recorder.recorded, prompt_arguments, prompt_arguments)
+
+    def _check_generated(
+        self, recorder: BatchRecorder, num_inference_steps: int, image: Image.Image, size: tuple[int, int]
+    ) -> None:
+        """Check that the pipeline made the steps and the size of image that it was called for."""
         if self.scheduler.num_inference_steps != num_inference_steps:
             raise RuntimeError(
                 f"`num_inference_steps` is {num_inference_steps}, but {type(self.pipeline).__name__} made "
@@ -273,15 +280,14 @@ class PipelinePolicy:
         if len(recorder.recorded) != len(recorder.steps):
             raise RuntimeError(
                 f"{len(recorder.recorded)} steps were recorded, but {len(recorder.steps)} were requested ({recorder.steps}): "
-                f"the pipeline made other steps than the {last + 1} of its schedule."
+                f"the pipeline made other steps than the {recorder.last + 1} of its schedule."
             )
-        if images[0].size != (width, height):
+        if image.size != size:
             raise RuntimeError(
-                f"{type(self.pipeline).__name__} was called for images of {width} x {height} pixels and generated "
-                f"{images[0].width} x {images[0].height}. Correct `size_multiple` or `call_arguments` of "
+                f"{type(self.pipeline).__name__} was called for images of {size[0]} x {size[1]} pixels and generated "
+                f"{image.width} x {image.height}. Correct `size_multiple` or `call_arguments` of "
                 f"{type(self.family).__name__}."
             )
-        return images, share_tensors(recorder.recorded, prompt_arguments, prompt_arguments)
 
     @contextmanager
     def _recording(
@@ -359,13 +365,13 @@ def _describe_pixels(dtype: torch.dtype) -> str:
 
 
 def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the arguments of a call that have a row for each prediction."""
-    rows = len(next(iter(call.values())))  # the sample comes first
+    """Return the arguments of a call that have an entry for each prediction."""
+    num_predictions = len(next(iter(call.values())))  # the sample comes first
     lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
     return {
         name: argument
         for name, argument in lists.items()
-        if len(argument) == rows and name not in family.unbatched_arguments
+        if len(argument) == num_predictions and name not in family.unbatched_arguments
     }
 
 
@@ -376,15 +382,15 @@ def split_step(record: Step, parts: int, family: Family) -> list[Step]:
     size = len(record.sample) // parts
     tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
 
-    def rows(value: Any, part: int) -> Any:
-        # With true guidance in one call, the rows of one prediction follow those of the other
+    def select(value: Any, part: int) -> Any:
+        # With true guidance in one call, the entries of one prediction follow those of the other
         pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
         if isinstance(value, list):
-            return [row for piece in pieces for row in piece]
+            return [entry for piece in pieces for entry in piece]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def cut(call: dict[str, Any], part: int) -> dict[str, Any]:
-        return call | {name: rows(value, part) for name, value in _batched(call, family).items()}
+        return call | {name: select(value, part) for name, value in _batched(call, family).items()}
 
     return [
         replace(record, calls=[cut(call, part) for call in record.calls], **{n: t[part] for n, t in tensors.items()})

@@ -263,20 +263,20 @@ class StepStatistics:
 
     def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         self.accelerator, self.args = accelerator, args
-        self.rows: list[torch.Tensor] = []  # one for each micro-step of the optimizer step
+        self.micro_steps: list[torch.Tensor] = []  # (B, columns) each, of the current optimizer step
         self._names: list[str] = []
 
     def add(self, columns: dict[str, torch.Tensor]) -> None:
         """Add the columns of a micro-step, without gradients."""
         self._names = list(columns)
-        self.rows.append(torch.stack([column.detach().float() for column in columns.values()], dim=1))
+        self.micro_steps.append(torch.stack([column.detach().float() for column in columns.values()], dim=1))
 
     def gather(self, last: int | None = None) -> dict[str, torch.Tensor]:
         """Gather all micro-steps and start the next step, or only look at the `last`. Collective: call on all ranks."""
-        rows = self.rows if last is None else self.rows[-last:]
-        gathered = self.accelerator.gather(torch.cat(rows)).cpu()  # (images and steps, columns)
+        micro_steps = self.micro_steps if last is None else self.micro_steps[-last:]
+        gathered = self.accelerator.gather(torch.cat(micro_steps)).cpu()  # (images and steps, columns)
         if last is None:
-            self.rows = []
+            self.micro_steps = []
         return dict(zip(self._names, gathered.T, strict=True))
 
 

@@ -19,12 +19,12 @@ class NoisedStep(TransformerStep):
     times: torch.Tensor  # (B,)
     target: torch.Tensor  # (B, ...), velocity of the forward process, float32
     rollout_velocity: torch.Tensor  # (B, ...), predicted by the weights that generated the images
-    # (B, ...), predicted by the old policy, where it is not what generated the images
+    # (B, ...), predicted by the old policy, if the loss compares with it and other weights generated the images
     old_policy_velocity: torch.Tensor | None = None
 
 
 class Objective:
-    """Loss of noised images, with what the old policy does in it and what the model card says of it."""
+    """A loss of noised images, with the role of the old policy and the entries of the model card."""
 
     method: str  # on the card, as `tag` and `paper`
     tag: str

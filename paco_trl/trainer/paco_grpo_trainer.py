@@ -167,7 +167,7 @@ class PaCoGRPOTrainer(RoundTrainer):
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
         step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
         self.statistics.add_ratio(record, ratio, metrics, weights)
-        is_complete = len(self.statistics.rows) % num_trained == 0  # an image's steps
+        is_complete = len(self.statistics.micro_steps) % num_trained == 0  # an image's steps
         if self.is_on_policy and step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained)  # image by image, without waiting for the whole step
         if self.accelerator.sync_gradients:

@@ -371,7 +371,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         # What an earlier `train()` has left
-        self.statistics.rows, self.round, self.averages = [], None, {}
+        self.statistics.micro_steps, self.round, self.averages = [], None, {}
         self._step, self._train_time, self._is_first_backward = 0, 0.0, True
         with self._resumable(checkpoint):
             try:

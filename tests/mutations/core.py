@@ -299,7 +299,7 @@ MUTANTS = [
     (P + "pipeline_policy.py", "recursively_apply(torch.Tensor.float, output[0])", "output[0]", ROLLOUT + " -k test_predictions_are_float32"),
     (P + "pipeline_policy.py", "recursively_apply(lambda tensor: tensor, arguments)", "arguments", ROLLOUT + " -k TestRecordedArguments"),
     (P + "policy.py", "model(**arguments)", "model(**call)", ROLLOUT + " -k TestRecordedArguments"),
-    (P + "pipeline_policy.py", "if images[0].size != (width, height):", "if images[0].width != width:", ROLLOUT + " -k TestSignature"),
+    (P + "pipeline_policy.py", "if image.size != size:", "if image.width != size[0]:", ROLLOUT + " -k TestSignature"),
     (P + "pipeline_policy.py", "if len(recorder.recorded) != len(recorder.steps):", "if len(records) > len(recorded):", ROLLOUT + " -k TestRecords"),
     (P + "policy.py", "if detach_unconditional and call_number > 0 else", "if detach_unconditional else", family(GRADIENT, "qwen")),
     (P + "policy.py", "if detach_unconditional and call_number > 0 else", "if call_number > 0 else", family(GRADIENT, "qwen")),
