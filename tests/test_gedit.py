@@ -299,7 +299,7 @@ class TestScoring:
             for max_attempts in (2, 3, 1):
                 assert score_edits(server.endpoint(), prompts, found, tmp_path, max_attempts)["en/k3"] is None
         assert "1 of 12 edits in 2 attempt(s)" in caplog.text
-        assert "Re-run to query it about these alone." in caplog.text
+        assert "Rerun to query it about these again." in caplog.text
         bodies = [body for body in server.requests if asked(body) == silent]
         assert [body["temperature"] for body in bodies] == [0.0] + 5 * [0.7]
         assert len({body["seed"] for body in bodies}) == 6 and len(server.requests) == 23 + 6
@@ -587,5 +587,5 @@ class TestPublishedProtocol:
         assert "cn/k4" in unanswered and "script gives a random score" in unanswered
         assert "under the published protocol, with the benchmark's own prompts" in results["notes"][0]
         # Scores of the one protocol are none of the other
-        with pytest.raises(ValueError, match="under the protocol 'default'"):
+        with pytest.raises(ValueError, match="with the protocol 'default'"):
             gedit_results(prompts, [system], missing="zero")

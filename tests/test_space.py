@@ -222,7 +222,7 @@ def test_each_separate_image_has_its_own_call(adapter):
     page = json.loads(compare_of(comparison, (1, 2), ("one round figure", lines))[1])
     (columns,) = [each["props"] for each in page["components"] if each["props"].get("label") == "Columns"]
     assert columns["value"] == columns["minimum"] == 1
-    with pytest.raises(gradio.Error, match="a line for each image"):
+    with pytest.raises(gradio.Error, match="one line per image"):
         next(compare("one round figure", 1, 2, 7, 3))
     with pytest.raises(ValueError, match="panel_generation"):
         Comparison(pipeline, None, (64, 64), 1.0, None, "{panel}", "else")

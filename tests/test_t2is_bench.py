@@ -24,7 +24,7 @@ from paco_trl.image_benchmarks import (
     score_duplicates,
     t2is_results,
 )
-from paco_trl.image_benchmarks.image_sets import FoundImages, ImageSet, find_generated_sets, write_panel_files
+from paco_trl.image_benchmarks.image_sets import ImageSet, SystemImages, find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.score_store import open_scores
 from paco_trl.image_benchmarks.statistics import cell, difference
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, dimension_score, weighted_average
@@ -313,7 +313,7 @@ class TestFolders:
         grid = root / "grid.png"
         root.mkdir(parents=True)
         join_grid([panel(1), panel(2)], 1, 2).save(grid)
-        found = FoundImages({f"{name}/0": ImageSet(f"{name}/0", name, 0, 1, 2, (grid,))})
+        found = SystemImages({f"{name}/0": ImageSet(f"{name}/0", name, 0, 1, 2, (grid,))})
         files = write_panel_files(found, bench, root / "official")
         assert {file.parent for file in files} == {root / "official"} and not (tmp_path / "elsewhere").exists()
         assert set(files) == set((root / "official").iterdir()) and len(files) == 2
@@ -342,7 +342,7 @@ class TestFolders:
         with pytest.raises(ValueError, match="0001.png: .* does not divide into a 2x2 grid"):
             find_image_sets(folder, bench)
         Image.new("RGB", (4 * SIZE, SIZE)).save(folder / "0001.png")  # divides, but is no square
-        with pytest.raises(ValueError, match="32x128 pixels: the shape differs from the 64x64"):
+        with pytest.raises(ValueError, match="32x128 pixels, another shape than the 64x64"):
             find_image_sets(folder, bench)
         Image.new("RGB", (6 * SIZE, 6 * SIZE)).save(folder / "0001.png")  # larger is no other shape
         find_image_sets(folder, bench)
@@ -432,7 +432,7 @@ class TestPlantedSets:
         score_consistency(PlantedJudge(), foreign, bench, tmp_path)
         results = t2is_results(bench, [System("base", "it", foreign, tmp_path)])
         assert [one["metric"] for one in results["tables"][0]["rows"]] == ["identity", "style", "logic", "consistency"]
-        assert sum("not scored, and so the weighted average is not computed" in note for note in results["notes"]) == 2
+        assert sum("not scored, so the weighted average is not computed" in note for note in results["notes"]) == 2
         assert any("independent one" in note for note in results["notes"])
 
     def test_systems_that_cannot_be_compared(self, bench, foreign, tmp_path):
@@ -558,7 +558,7 @@ class TestResume:
         score_consistency(trained(), foreign, bench, systems[1].folder)
         with pytest.raises(ValueError, match="judge/fingerprint: None, now 'after'"):
             t2is_results(bench, systems)
-        with pytest.raises(ValueError, match="not compared with itself"):
+        with pytest.raises(ValueError, match="Choose two different ones"):
             t2is_results(bench, systems[:1] * 2)
 
     def test_scores_of_another_benchmark(self, bench, foreign, tmp_path):

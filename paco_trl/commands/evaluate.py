@@ -26,7 +26,7 @@ from ..generation.image_files import digest_of_prompts
 from ..generation.inference import LoadingSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
-from ..image_benchmarks.image_sets import FoundImages, find_generated_sets, write_panel_files
+from ..image_benchmarks.image_sets import SystemImages, find_generated_sets, write_panel_files
 from ..image_benchmarks.report import check_card
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
@@ -98,7 +98,7 @@ def _has_separate(benchmark: Dataset) -> bool:
     return "layout" in benchmark.column_names and SEPARATE in benchmark["layout"]
 
 
-def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[FoundImages, dict]:
+def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[SystemImages, dict]:
     """Find the images of a system, and how they were generated: nothing is known of those from elsewhere."""
     settings = read_record(Path(folder) / "settings.json")
     if not settings and images is None:
@@ -197,7 +197,7 @@ def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list
     return work
 
 
-def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, images: FoundImages) -> None:
+def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, images: SystemImages) -> None:
     benchmarks.score_duplicates(images, benchmark, args.output_dir)
     size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
     if args.aesthetics_head is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluate image models on T2IS-Bench and GEdit-Bench: generate images or find them in a directory, score, and compare.
+Evaluation of image models on T2IS-Bench and GEdit-Bench: find or generate images, score them, and compare systems.
 """
 
 from typing import TYPE_CHECKING
@@ -31,5 +31,5 @@ __all__ = [
     "score_duplicates", "score_edits", "serve_comparison", "t2is_results",
 ]  # fmt: skip
 
-# Lazy, so that the metrics come without torch
+# Lazy, so that the metrics do not import torch
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

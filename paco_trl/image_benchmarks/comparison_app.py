@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a Gradio app that compares a base model with its adapter: the same prompt and noise, scored by a judge."""
+"""Gradio app that compares a base model with its adapter, for the same prompt and noise, scored by a judge."""
 
 import html
 import random
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
     from ..rewards.paco_reward import PaCoReward
 
 
-NUM_EXAMPLES = 6  # prompts to choose from, of the packaged ones
+NUM_EXAMPLES = 6  # packaged prompts to choose from
 _ROLES = ("Base model", "With the adapter")
-_LARGEST_SEED = 2**31 - 1
-# Limits of what a visitor can ask for, whether in the fields or in a prompt that names its layout
+_MAX_SEED = 2**31 - 1
+# Limits for visitors, in the fields or in a prompt that names its layout
 MAX_PANELS, MAX_PIXELS, MAX_STEPS, MAX_CHARACTERS = 16, 2304 * 2304, 100, 10_000
-_ZERO_GPU_SECONDS = 120  # of a comparison; ZeroGPU's own limit is 60
+_ZERO_GPU_SECONDS = 120  # per comparison; ZeroGPU's default limit is 60
 (_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
     r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
 )
 
 
 class Comparison:
-    """Image sets of a pipeline without and with its adapter, from the same noise."""
+    """Generates image sets without and with an adapter from the same noise, and scores them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Comparison:
         check_panel_generation(panel_generation, type(pipeline).__name__, self.family)
 
     def parse(self, prompt: str) -> ImageSetPrompt | None:
-        """Read the panels that a prompt names: of separate images its lines, after a first for all of them."""
+        """Parse the panels of a prompt. For separate images, the first line is the theme, and each other line a panel."""
         if len(prompt) > MAX_CHARACTERS:
             return None
         if self.panel_template is not None:
@@ -89,22 +89,22 @@ class Comparison:
             return ImageSetPrompt(theme, 1, len(panels), panels)
         try:
             return parse_image_set_prompt(prompt)
-        except ValueError:  # a format of the user's own
+        except ValueError:  # another format
             return None
 
-    def _image(self, rows: int, cols: int) -> tuple[int, int, int, int]:
-        """Return the height, the width and the layout of an image of the pipeline."""
+    def _image_layout(self, rows: int, cols: int) -> tuple[int, int, int, int]:
+        """Return the height, width, rows and columns of one image of the pipeline."""
         rows, cols = (rows, cols) if self.panel_template is None else (1, 1)
         return rows * self.panel_size[0], cols * self.panel_size[1], rows, cols
 
     def check(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> None:
-        """Refuse what would take the device or the page down."""
+        """Reject inputs that would overload the device or the page."""
         if self.panel_template is not None and cols == 0:
-            raise ValueError("Write what all images show in the first line, and then a line for each image.")
+            raise ValueError("Write what all images show in the first line, then one line per image.")
         if any(type(number) is not int for number in (rows, cols, seed, steps)):
-            raise ValueError("Rows, columns, seed and steps are integers: choose others.")
-        for what, number, least, most in (
-            ("seed", seed, 0, _LARGEST_SEED),
+            raise ValueError("Rows, columns, seed and steps must be integers.")
+        for name, number, minimum, maximum in (
+            ("seed", seed, 0, _MAX_SEED),
             ("steps", steps, 1, MAX_STEPS),
             ("rows", rows, 1, MAX_PANELS),
             ("columns", cols, 1, MAX_PANELS),
@@ -112,34 +112,36 @@ class Comparison:
             ("pixels", rows * self.panel_size[0] * cols * self.panel_size[1], 1, MAX_PIXELS),
             ("characters in the prompt", len(prompt), 0, MAX_CHARACTERS),
         ):
-            if not least <= number <= most:
-                raise ValueError(f"{what}: {number:,} is not allowed, choose from {least} to {most:,}.")
+            if not minimum <= number <= maximum:
+                raise ValueError(f"{name}: {number:,} is not allowed. Choose from {minimum} to {maximum:,}.")
         where = "the grid" if self.panel_template is None else "a panel"
-        check_inference_size(*self._image(rows, cols), self.family.size_multiple(self.pipeline), where)
+        check_inference_size(*self._image_layout(rows, cols), self.family.size_multiple(self.pipeline), where)
 
     @torch.no_grad()
     def generate(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[list["Image"]]:
-        """Yield the panels of the base model, then those with the adapter."""
+        """Yield the panels of the base model, then the panels with the adapter."""
         self.check(prompt, rows, cols, seed, steps)
         pipeline, family, texts = self.pipeline, self.family, [prompt]
         if self.panel_template is not None and (parsed := self.parse(prompt)) is not None:
             texts = prompts_of_row({"layout": SEPARATE, **parsed._asdict()}, self.panel_template)
-        height, width, *layout = self._image(rows, cols)
-        # Encoded as in training, and once for both
+        height, width, *layout = self._image_layout(rows, cols)
+        # Encode as in training, and once for both models
         device = pipeline.transformer.device if self.turns is None else self.turns.device
-        encoded = [family.encode_prompt(pipeline, text, device) for text in texts]
+        embeddings = [family.encode_prompt(pipeline, text, device) for text in texts]
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
-            encoded = [row | {f"negative_{name}": tensor for name, tensor in negative.items()} for row in encoded]
-        for turn_off in (pipeline.transformer.disable_adapter, nullcontext):
+            embeddings = [
+                row | {f"negative_{name}": tensor for name, tensor in negative.items()} for row in embeddings
+            ]
+        for adapter_context in (pipeline.transformer.disable_adapter, nullcontext):
             panels: list[Image] = []
-            with turn_off():
-                for number, arguments in enumerate(map(family.batch_arguments, encoded)):
+            with adapter_context():
+                for number, arguments in enumerate(map(family.batch_arguments, embeddings)):
                     is_anchored = self.panel_generation == "anchored" and number > 0
                     sources = [family.prepare_panel(pipeline, panels[0])] if is_anchored else []
                     call = arguments | family.call_arguments(height, width, self.guidance_scale, sources)
                     noise = 0 if self.panel_generation == "shared_noise" else number
-                    # Of the CPU: the same noise on any device
+                    # On the CPU, for the same noise on any device
                     generator = keyed_generator(seed, noise) if noise else torch.Generator().manual_seed(seed)
                     with family.generation_context(pipeline, sources):
                         image = pipeline(**call, num_inference_steps=steps, generator=generator).images[0]
@@ -147,7 +149,7 @@ class Comparison:
             yield panels
 
     def score(self, prompt: str, sets: Sequence[list["Image"]]) -> list[list[float]] | None:
-        """Return P(Yes) of each pair of panels, for each set; `None` without a judge, or for a single panel."""
+        """Return P(Yes) of each pair of panels in each set, or `None` without a judge or for single panels."""
         count = len(sets[0])
         if self.judge is None or count < 2:
             return None
@@ -156,12 +158,12 @@ class Comparison:
         if self.turns is not None:
             self.turns.take(self._judge_models)
         scores = self.judge.score(pairs, self.judge.question or theme_question(theme))
-        per_set = len(pairs) // len(sets)
-        return [scores[start : start + per_set] for start in range(0, len(pairs), per_set)]
+        pairs_per_set = len(pairs) // len(sets)
+        return [scores[start : start + pairs_per_set] for start in range(0, len(pairs), pairs_per_set)]
 
 
 def _on_gpu(function: Callable) -> Callable:
-    """Let a function run on ZeroGPU, in a worker with a GPU, where the package `spaces` is installed."""
+    """Run a function in a ZeroGPU worker, if the package `spaces` is installed."""
     try:
         import spaces
     except ImportError:
@@ -173,11 +175,11 @@ def _board(
     names: Sequence[str], rows: int, cols: int, note: str, doing: str = "", panels: Sequence[list] = (),
     scores: Sequence[Sequence[float]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the page shows: what it does now, the panels of each set, and the scores of their pairs."""
+    """Return the content of the page: its current activity, the panels of each set, and the scores of their pairs."""
     means = [None, None] if scores is None else [sum(row) / len(row) for row in scores]
     sets = [
-        {"role": role, "name": html.escape(name), "panels": shown, "score": mean}
-        for role, name, shown, mean in zip(_ROLES, names, [*panels, [], []][:2], means, strict=True)
+        {"role": role, "name": html.escape(name), "panels": images, "score": mean}
+        for role, name, images, mean in zip(_ROLES, names, [*panels, [], []][:2], means, strict=True)
     ]
     numbers = combinations(range(1, rows * cols + 1), 2)
     pairs = [] if scores is None else list(zip(map(list, numbers), *scores, strict=True))
@@ -192,7 +194,7 @@ def make_app(
     layout: tuple[int, int] = (2, 2),
     num_inference_steps: int = 20,
 ) -> "Blocks":
-    """Build the app; `names` are those of base model and adapter, `layout` is that of prompts which name none."""
+    """Build the app. `names` are of the base model and the adapter, and `layout` is for prompts that name none."""
     import gradio as gr
 
     judge = comparison.judge
@@ -224,12 +226,12 @@ def make_app(
                     *page, panels=panels, doing=_ROLES[1] if len(sets) == 1 else "judge" * (judge is not None)
                 )
             yield _board(*page, panels=panels, scores=comparison.score(prompt, sets))
-        # Gradio shows the text as HTML, and ZeroGPU passes on no other error
+        # Gradio shows the message as HTML, and ZeroGPU only forwards `gr.Error`
         except Exception as error:
-            if isinstance(error, ValueError) and is_message_enough(error):  # of a size or a prompt
+            if isinstance(error, ValueError) and is_message_enough(error):  # about a size or a prompt
                 raise gr.Error(html.escape(str(error)), print_exception=False) from error
-            kind = type(error).__name__
-            raise gr.Error(f"The comparison failed ({kind}). Choose fewer panels; the log has details.") from error
+            error_type = type(error).__name__
+            raise gr.Error(f"The comparison failed ({error_type}). Choose fewer panels, or see the log.") from error
 
     rows, cols = layout if (first := comparison.parse(prompts[0])) is None else (first.rows, first.cols)
     is_set, is_separate = rows * cols > 1, comparison.panel_template is not None
@@ -249,7 +251,7 @@ def make_app(
             )  # fmt: skip
             with gr.Row():
                 number: dict[str, Any] = {"precision": 0, "minimum": 1, "min_width": 60}
-                seed = gr.Number(0, label="Seed", maximum=_LARGEST_SEED, **number | {"minimum": 0})
+                seed = gr.Number(0, label="Seed", maximum=_MAX_SEED, **number | {"minimum": 0})
                 steps = gr.Number(num_inference_steps, label="Steps", maximum=MAX_STEPS, **number)
                 number |= {"maximum": MAX_PANELS, "visible": is_set and not is_separate}
                 rows_, cols_ = (
@@ -274,7 +276,7 @@ def make_app(
         inputs = [prompt, rows_, cols_, seed, steps]
         # The default concurrency limit is 1: one comparison at a time is on the device
         gr.on([compare_button.click, prompt.submit], compare, inputs, board, show_progress="hidden", **options)
-        new_seed = noise_button.click(lambda: random.randint(0, _LARGEST_SEED), None, seed, **options)
+        new_seed = noise_button.click(lambda: random.randint(0, _MAX_SEED), None, seed, **options)
         new_seed.then(compare, inputs, board, show_progress="hidden", **options)
     return app
 
@@ -298,10 +300,10 @@ def serve_comparison(
     prevent_thread_lock: bool = False,
 ) -> "Blocks":
     """
-    Serve an app in the browser that compares a base model with its adapter: images of the same prompt and noise.
+    Serve a browser app that compares a base model with its adapter, by images of the same prompt and noise.
 
-    A visitor gets at most 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space it listens on
-    127.0.0.1 only. `paco-trl space` writes a Space that calls this function.
+    Visitors are limited to 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space, the app only
+    listens on 127.0.0.1. `paco-trl space` writes a Space that calls this function.
 
     Args:
         model (`str`):
@@ -309,9 +311,9 @@ def serve_comparison(
         adapter (`str` or `Path`):
             Hub id or directory of the adapter.
         judge (`str`, *optional*):
-            Hub id or directory of a judge that scores the sets, see [`PaCoReward`]. If `None`, they are not scored.
+            Hub id or directory of a judge that scores the sets, see [`PaCoReward`]. If `None`, nothing is scored.
         prompts (`Sequence[str]`, *optional*):
-            Prompts to choose from. By default, packaged ones.
+            Prompts to choose from. Defaults to packaged ones.
         layout (`tuple[int, int]`, *optional*, defaults to `(2, 2)`):
             Rows and columns of prompts that name no layout in the T2IS format; `(1, 1)` for single images.
         panel_size (`tuple[int, int]`, *optional*, defaults to `(512, 512)`):
@@ -319,18 +321,18 @@ def serve_comparison(
         num_inference_steps (`int`, *optional*, defaults to `20`):
             Denoising steps.
         guidance_scale (`float`, *optional*, defaults to `3.5`), negative_prompt (`str`, *optional*):
-            Guidance of training.
+            Guidance, as in training.
         panel_template (`str`, *optional*), panel_generation (`str`, *optional*, defaults to `"independent"`):
-            Of separate images, as in [`PaCoGRPOConfig`]: a line of a prompt for all of them comes before a line for each.
-            If `None`, a set is a grid.
+            Options for separate images, see [`PaCoGRPOConfig`]: the first line of a prompt is for all images, followed by
+            one line per image. If `None`, sets are grids.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Compute dtype of the pipeline and the judge.
         quantization (`str`, *optional*, defaults to `"auto"`), offload (`bool`, *optional*):
-            As in [`load_for_inference`]; the judge takes turns too.
+            See [`load_for_inference`]. The judge also takes turns on the device.
         title (`str`, *optional*):
-            Title of the page. If `None`, the name of the adapter.
+            Title of the page. Defaults to the name of the adapter.
         prevent_thread_lock (`bool`, *optional*, defaults to `False`):
-            Whether to return while the app is served, rather than to block until it is stopped.
+            Whether to return while the app is served, instead of blocking until it is stopped.
 
     Returns:
         `gradio.Blocks`: the app.
@@ -343,7 +345,7 @@ def serve_comparison(
 
     adapter = str(adapter)
     if judge is not None:
-        PaCoReward.load_processor(judge)  # what is wrong with it is found before gigabytes are read
+        PaCoReward.load_processor(judge)  # fails before gigabytes are read
     if not prompts:
         demo = arrange_sets(load_image_set_prompts(demo_prompts_path()), panel_template and SEPARATE)
         prompts = prompt_texts(demo.select(range(NUM_EXAMPLES)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Ask a judge about an edit, and read its answers: with this project's own questions, in the structure of GEdit-Bench and
-VIEScore, or as GEdit-Bench's own script does. docs/evaluate.md lists the differences.
+Questions to a judge about edits and the parsing of its answers: this project's questions, in the structure of GEdit-Bench
+and VIEScore, or those of GEdit-Bench's script. docs/evaluate.md lists the differences.
 """
 
 import ast
@@ -22,41 +22,41 @@ from ..utils.images import data_url
 from ..utils.text import read_text
 
 
-# Stands for the instruction
+# Placeholder of the instruction
 PLACEHOLDER = "<instruction>"
 SEMANTIC, QUALITY = (read_template(f"gedit_{name}.txt").rstrip() for name in ("semantic", "quality"))
-# One try, and another one if an answer cannot be read, as in the script
+# As in the script: one attempt, and another if the answer is unreadable
 PUBLISHED_ATTEMPTS = 2
-# Pixels of an image that is sent, as the benchmark's own script resizes it
+# Pixels of images for the judge, as in the benchmark's script
 _AREA = 512 * 512
-# For attempts after the first, which has 0: at 0 an unreadable answer would come again
+# Of attempts after the first, since at temperature 0 an unreadable answer would repeat
 _RETRY_TEMPERATURE = 0.7
 _PUBLISHED_MAX_TOKENS = 1400
 _DELIMITER = "||V^=^V||"
 _PROMPTS_FILE = Path("GEdit-Bench") / "viescore" / "vie_prompts.py"
-# What each published question is joined from, line by line
-_QUESTION_PARTS = {
+# Texts that are joined to each published question
+_QUESTION_TEXTS = {
     "semantic": ("_context_no_delimit", "_prompts_0shot_two_image_edit_rule", "_prompts_0shot_tie_rule_SC"),
     "quality": ("_context_no_delimit", "_prompts_0shot_rule_PQ"),
 }
 
 
 class EditProtocol(NamedTuple):
-    """How a judge is asked about an edit."""
+    """Protocol for questions to a judge about an edit."""
 
     questions: dict[str, str]  # `semantic`, about source and edit, and `quality`, about the edit alone
-    request: Callable[[str, list[Image.Image], str, int], ChatRequest]  # of a question, images, a seed and the attempt
-    read: Callable[[str, bool], Sequence[float] | None]  # reads an answer, of the first or a later attempt
+    request: Callable[[str, list[Image.Image], str, int], ChatRequest]  # built from question, images, seed and attempt
+    read: Callable[[str, bool], Sequence[float] | None]  # parses an answer; the flag is `True` after the first attempt
     max_attempts: int
 
 
 def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
-    """Return a protocol; the published one has the prompts of a clone of the benchmark."""
+    """Return a protocol. The published one reads its prompts from a clone of the benchmark."""
     check_protocol(protocol)
     if (protocol == "published") != (gedit_repo is not None):
         raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}: the published one, and only it, has prompts "
-            "of a clone of https://github.com/stepfun-ai/Step1X-Edit."
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}, but the published protocol, and only it, requires "
+            "a clone of https://github.com/stepfun-ai/Step1X-Edit."
         )
     if gedit_repo is None:
         return EditProtocol({"semantic": SEMANTIC, "quality": QUALITY}, _request, lambda text, _: read_answer(text), 3)
@@ -72,7 +72,7 @@ def overall(consistency: float, quality: float) -> float:
 def _request(question: str, images: list[Image.Image], seed: str, attempt: int) -> ChatRequest:
     content: list[dict[str, Any]] = []
     for image in images:
-        # The area and (Pillow's default) the filter of the benchmark's script
+        # The area of the benchmark's script, and its filter, Pillow's default
         ratio = image.width / image.height
         size = max(1, int(math.sqrt(_AREA * ratio))), max(1, int(math.sqrt(_AREA / ratio)))
         content.append(_image_part(data_url(image.resize(size), "png", compress_level=1)))
@@ -85,7 +85,7 @@ def _request(question: str, images: list[Image.Image], seed: str, attempt: int) 
 
 
 def _published_request(question: str, images: list[Image.Image], seed: str, attempt: int) -> ChatRequest:
-    # The text before the images, JPEG, neither temperature nor seed
+    # As in the script: text before images, JPEG, and no temperature or seed
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     for image in images:
         content.append(_image_part(data_url(ImageOps.exif_transpose(image).convert("RGB"), "jpeg")))
@@ -97,9 +97,9 @@ def _image_part(url: str) -> dict[str, Any]:
 
 
 def read_answer(text: str) -> tuple[float, float] | None:
-    """Read the two numbers of an answer, which is one JSON object; nothing is guessed."""
+    """Read the two numbers of an answer, which must be one JSON object."""
     answer = text[text.find("{") : text.rfind("}") + 1]
-    # A line may end within a text
+    # Not strict, since strings may have line breaks
     scores = _valid_scores(_score_of(answer, strict=False, object_pairs_hook=_without_repeats))
     return None if scores is None or len(scores) != 2 else (float(scores[0]), float(scores[1]))
 
@@ -107,46 +107,48 @@ def read_answer(text: str) -> tuple[float, float] | None:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return values
 
 
 def _valid_scores(scores: Any) -> list[float] | None:
     """Return a list of numbers from 0 to 10, or `None` for anything else."""
-    # `bool` is an `int`; NaN is in no range
+    # By type, since a `bool` is an `int`; NaN fails the comparison
     if not isinstance(scores, list) or not scores:
         return None
     return scores if all(type(score) in (int, float) and 0 <= score <= 10 for score in scores) else None
 
 
 def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
-    """Read the questions `semantic`, with `<instruction>` in it, and `quality`. The Python file is parsed and never run."""
+    """Read the questions `semantic` (with `<instruction>`) and `quality` from a Python file, without running it."""
     path = Path(gedit_repo).expanduser() / _PROMPTS_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"No {path}: give a clone, `git clone https://github.com/stepfun-ai/Step1X-Edit`.")
+        raise FileNotFoundError(
+            f"There is no {path}. Pass a clone: `git clone https://github.com/stepfun-ai/Step1X-Edit`."
+        )
     texts = {}
     for statement in ast.parse(read_text(path)).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(text))):
                 texts[name] = text
-    missing = [name for names in _QUESTION_PARTS.values() for name in names if name not in texts]
+    missing = [name for names in _QUESTION_TEXTS.values() for name in names if name not in texts]
     if missing:
-        raise ValueError(f"{path} has no text {missing[0]}. Clone the version that the protocol repeats.")
-    prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _QUESTION_PARTS.items()}
+        raise ValueError(f"{path} has no text {missing[0]}. Clone the version that this protocol supports.")
+    prompts = {kind: "\n".join(texts[name] for name in names) for kind, names in _QUESTION_TEXTS.items()}
     if PLACEHOLDER not in prompts["semantic"]:
-        raise ValueError(f"The prompt in {path} has no {PLACEHOLDER}: the judge would not know what was to be done.")
+        raise ValueError(f"The prompt in {path} has no {PLACEHOLDER}, so the judge would not see the instruction.")
     return prompts
 
 
-def read_published_answer(text: str, again: bool) -> list[float] | None:
-    """Read an answer as the script does: one score or more, of which the lowest counts; `None` if it cannot read them."""
+def read_published_answer(text: str, is_retry: bool) -> list[float] | None:
+    """Read an answer like the script: one or more scores, of which the lowest counts, or `None` if unreadable."""
     if text.count(_DELIMITER) == 2:
         text = text.split(_DELIMITER)[1]
     elif "{" in text and "}" in text:
         text = text[text.find("{") : text.rfind("}") + 1]
     else:
-        # The script takes a random score for what it was told twice
-        return None if again else _bare_scores(text)
+        # The script draws a random score after a second unreadable answer
+        return None if is_retry else _bare_scores(text)
     text = text.strip().replace("\n", "")
     score = _score_of(text)
     if score is None:
@@ -155,25 +157,25 @@ def read_published_answer(text: str, again: bool) -> list[float] | None:
 
 
 def _bare_scores(text: str) -> list[float] | None:
-    """Scores of an answer that is a number, or has a list of two."""
-    listed = text[text.find("[") : text.rfind("]") + 1]
+    """Read the scores of an answer that is a number, or has a list of two."""
+    list_text = text[text.find("[") : text.rfind("]") + 1]
     try:
-        return _valid_scores(json.loads(listed) if re.fullmatch(r"\[\d+, ?\d+\]", listed) else [int(text)])
+        return _valid_scores(json.loads(list_text) if re.fullmatch(r"\[\d+, ?\d+\]", list_text) else [int(text)])
     except ValueError:
         return None
 
 
-def _score_of(text: str, **how: Any) -> Any:
+def _score_of(text: str, **options: Any) -> Any:
     try:
-        return json.loads(text, **how)["score"]
+        return json.loads(text, **options)["score"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def _with_quotes(text: str) -> str:
-    """Quote names and texts, and put single numbers into lists."""
+    """Quote names and texts, and wrap single numbers in lists."""
 
-    def quoted(match: re.Match) -> str:
+    def quote(match: re.Match) -> str:
         name, value, end = match[1], match[2].strip(), match[3]
         if re.fullmatch(r"-?\d+(\.\d+)?", value):
             value = f"[{value}]"
@@ -181,4 +183,4 @@ def _with_quotes(text: str) -> str:
             value = f'"{value}"'
         return f"{name}: {value}{end}"
 
-    return re.sub(r'(".*?"):(.*?)(,|})', quoted, re.sub(r"(\w+):", r'"\1":', text))
+    return re.sub(r'(".*?"):(.*?)(,|})', quote, re.sub(r"(\w+):", r'"\1":', text))

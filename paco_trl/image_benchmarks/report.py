@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the report of an evaluation as JSON, Markdown, a self-contained HTML page, to a terminal and into a card."""
+"""Reports of an evaluation as JSON, Markdown and a self-contained HTML page, in a terminal, and in a card."""
 
 import json
 import logging
@@ -31,11 +31,11 @@ from .image_sets import load_image_file
 
 logger = logging.getLogger(__name__)
 
-# A set is shown with the area of a square of this side, so that a row of seven panels is not a thin strip ...
+# Sets are scaled to the area of a square of this side, so that a row of seven panels is not a thin strip
 _SIDE = 480
-# ... and not wider than this
+# Largest width of a set
 _MAX_WIDTH = 1280
-# Kinds of rows in bold
+# Kinds of rows that are bold
 MEANS = ("group", "average")
 PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 
@@ -44,8 +44,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
-    In `results.json`, NaN is `null`, and images below the parent of `output_dir` are relative to it; of other paths only
-    the name remains.
+    `results.json` has `null` for NaN. Paths of images are relative to `output_dir` if they are in its parent; of others only
+    the name is kept.
 
     Args:
         results (`dict`):
@@ -53,11 +53,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         output_dir (`str` or `Path`):
             Directory to write to.
         num_shown (`int`, *optional*, defaults to `12`):
-            Number of sets on the page: those of the largest gain and loss, or with one system of the highest and the
-            lowest score.
+            Number of sets on the page, with the largest gains and losses, or for one system the highest and lowest scores.
 
     Returns:
-        `dict[str, Path]`: the files, by the names `json`, `markdown` and `html`.
+        `dict[str, Path]`: the files `json`, `markdown` and `html`.
     """
     results, folder = public_results(results), Path(os.path.abspath(output_dir))
     page = _report_page(results, num_shown)
@@ -69,10 +68,10 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     for shown in results["sets"]:
         shown["source"] = relative(shown["source"])
         shown["pictures"] = [list(map(relative, paths)) for paths in shown["pictures"]]
-    # All are made before the first is written: they belong together
+    # Render all files before writing any, since they belong together
     texts = {
         "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        "results.md": str(_parts(results)),
+        "results.md": str(_render_report(results)),
         "report.html": page,
     }
     existing = [name for name in texts if (folder / name).exists()]
@@ -96,18 +95,20 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         console (`rich.console.Console`):
             Console to print to.
     """
-    parts = _parts(results)
-    shown = [parts.sections[title] for title in ("Results", "Images", "Notes")]
-    console.print(Markdown("\n".join([parts.alerts, *shown])))
+    report = _render_report(results)
+    sections = [report.sections[title] for title in ("Results", "Images", "Notes")]
+    console.print(Markdown("\n".join([report.alerts, *sections])))
 
 
-def _parts(results: dict[str, Any]) -> Any:
-    """Render a report as Markdown: a text, with the attributes `alerts`, `facts`, `sections` and `card`."""
+def _render_report(results: dict[str, Any]) -> Any:
+    """Render a report as a Markdown module: its text, with the attributes `alerts`, `facts`, `sections` and `card`."""
     systems = results["systems"]
     names, is_paired = list(map(system_name, systems)), len(systems) > 1
-    counted, known = ({name: None for system in systems for name in system[part]} for part in ("counts", "settings"))
+    count_names, setting_names = (
+        {name: None for system in systems for name in system[field]} for field in ("counts", "settings")
+    )
     settings = [["setting", *names, *[""] * is_paired]]
-    for name in known:
+    for name in setting_names:
         values = [system["settings"].get(name, "not given") for system in systems]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         settings.append([name, *texts, *["differs" if values[0] != values[-1] else ""] * is_paired])
@@ -117,32 +118,41 @@ def _parts(results: dict[str, Any]) -> Any:
     template = environment.from_string(read_template("generation_report.md.jinja"))
     return template.make_module({
         "results": results, "settings": settings, "title": report_title(results),
-        "images": [["", *names], *([name, *(system["counts"].get(name, "n/a") for system in systems)] for name in counted)],
+        "images": [["", *names], *([name, *(system["counts"].get(name, "n/a") for system in systems)] for name in count_names)],
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     })  # fmt: skip
 
 
 def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
-    """Write a table of metrics, with its title; `names` are those of the systems."""
+    """Format a table of metrics with its title, for systems of these `names`."""
     rows, is_paired = [], len(names) > 1
     for row in table["rows"]:
         cells, change = row["cells"], row["difference"]
         counts = [str(cell["count"]) for cell in [*cells, *[change] * is_paired]]
         label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
         label += " (lower is better)" * (not row["higher_is_better"])
-        paired = [cell_text(change, signed=True), verdict(change, row["higher_is_better"])] if is_paired else []
-        rows.append([label, *map(cell_text, cells), *paired, " / ".join(counts if len({*counts}) > 1 else counts[:1])])
+        difference_cells = (
+            [cell_text(change, signed=True), verdict(change, row["higher_is_better"])] if is_paired else []
+        )
+        rows.append(
+            [
+                label,
+                *map(cell_text, cells),
+                *difference_cells,
+                " / ".join(counts if len({*counts}) > 1 else counts[:1]),
+            ]
+        )
     columns = ["", *names, *["difference", "interval excludes 0"] * is_paired, "n"]
     return f"### {markdown_text(table['title'])}\n\n{markdown_table(columns, rows)}"
 
 
 def report_title(results: dict[str, Any]) -> str:
-    """Write the title of a report: the benchmark and the systems."""
+    """Return the title of a report: the benchmark and the systems."""
     return f"{benchmark_name(results)}: {' and '.join(map(system_name, results['systems']))}"
 
 
 def benchmark_name(results: dict[str, Any]) -> str:
-    """Name the benchmark, and its protocol unless it is the default; own prompts have the name of the dataset."""
+    """Return the name of the benchmark, or the dataset of your own prompts, with the protocol unless it is the default."""
     is_published = results.get("protocol") == "published"
     return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
 
@@ -154,7 +164,7 @@ def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
 
 
 def verdict(cell: dict[str, Any], higher_is_better: bool = True) -> str:
-    """Judge a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, else `"no"` or `"n/a"`."""
+    """Describe a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, otherwise `"no"` or `"n/a"`."""
     low, high = cell["interval"]
     if low is None or math.isnan(low):
         return "n/a"
@@ -164,16 +174,16 @@ def verdict(cell: dict[str, Any], higher_is_better: bool = True) -> str:
 
 
 def system_name(system: dict[str, Any]) -> str:
-    """Name a system and its role."""
+    """Return the name of a system and its role."""
     return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
 
 
 def public_results(results: dict[str, Any]) -> dict[str, Any]:
-    """Copy results without numbers that JSON cannot hold, and without paths of this machine, but for those of the sets."""
+    """Copy results without NaN, which JSON lacks, and without local paths, except in the sets."""
 
     def public(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: part if name == "sets" else public(part) for name, part in value.items()}
+            return {name: item if name == "sets" else public(item) for name, item in value.items()}
         if isinstance(value, list):
             return list(map(public, value))
         return public_text(value) if isinstance(value, str) else value
@@ -185,15 +195,15 @@ def _report_page(results: dict[str, Any], num_shown: int) -> str:
     labels = {row["metric"]: row["label"] for table in results["tables"][:1] for row in table["rows"]}
     load = cache(_load_image)  # a set can be in several galleries
     galleries = {
-        name: [_shown_set(results, results["sets"][number], labels, load) for number in numbers]
+        name: [_gallery_set(results, results["sets"][number], labels, load) for number in numbers]
         for name, numbers in choose_sets(results, num_shown).items()
     }
-    environment, parts = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), _parts(results)
+    environment, report = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), _render_report(results)
     environment.filters |= {"html": _html, "number": number_text}
     return environment.from_string(read_template("generation_report.html.jinja")).render(
         title=report_title(results),
         systems=results["systems"],
-        parts=parts,
+        parts=report,
         alerts=results["alerts"],
         headline=results["headline"],
         labels=labels,
@@ -202,7 +212,7 @@ def _report_page(results: dict[str, Any], num_shown: int) -> str:
 
 
 def _html(markdown: str) -> Markup:
-    """Convert Markdown to HTML, with tables that scroll and cells that stand out."""
+    """Convert Markdown to HTML with scrolling tables and highlighted cells."""
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     html = re.sub(r"<tr>\n<td>(.*?)</td>", r'<tr>\n<th scope="row">\1</th>', html)
     html = re.sub(r"<td>((?:yes: )?(better|worse|differs))</td>", r'<td class="\2">\1</td>', html)
@@ -211,10 +221,10 @@ def _html(markdown: str) -> Markup:
 
 
 def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
-    """Choose the sets of each gallery: by gain (of one system: by score), without those in the middle; and copies."""
+    """Select the sets of each gallery: the extremes by gain, or by score for one system, and sets with copies."""
 
     def values(system: int, metric: str) -> dict[int, float]:
-        values_of_sets = {number: shown["scores"][system].get(metric) for number, shown in enumerate(results["sets"])}
+        values_of_sets = {number: set_["scores"][system].get(metric) for number, set_ in enumerate(results["sets"])}
         return {number: value for number, value in values_of_sets.items() if value is not None}
 
     scores = values(-1, results["headline"])
@@ -223,37 +233,39 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
         scores = {number: score - first[number] for number, score in scores.items() if number in first}
     order = sorted(scores, key=scores.__getitem__, reverse=True)
     if len(results["sets"]) <= num_shown:
-        chosen = order + [number for number in range(len(results["sets"])) if number not in scores]
+        set_numbers = order + [number for number in range(len(results["sets"])) if number not in scores]
     else:
-        chosen = order[: -(-num_shown // 2)]
-        chosen += [number for number in order[len(order) - num_shown // 2 :] if number not in chosen]
+        set_numbers = order[: -(-num_shown // 2)]
+        set_numbers += [number for number in order[len(order) - num_shown // 2 :] if number not in set_numbers]
     copies = {number: rate for number, rate in values(-1, "duplicates").items() if rate > 0}
-    most = sorted(copies, key=copies.__getitem__, reverse=True)[: -(-num_shown // 2)]
-    return {"sets": chosen} | ({"copies": most} if most else {})
+    most_copied = sorted(copies, key=copies.__getitem__, reverse=True)[: -(-num_shown // 2)]
+    return {"sets": set_numbers} | ({"copies": most_copied} if most_copied else {})
 
 
-def _shown_set(results: dict[str, Any], set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
-    """Add to a set its images, and the names of its scores in the order of the table, then those of other metrics."""
-    scored = {name for scores in set_["scores"] for name in scores}
-    images = {"source": _shown_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
+def _gallery_set(results: dict[str, Any], set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
+    """Add images and metric names to a set, first in the order of the table, then other metrics."""
+    metric_names = {name for scores in set_["scores"] for name in scores}
+    images = {"source": _gallery_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
     count = set_["panels"][1] if set_.get("is_separate") else 1  # side by side in one file
     for system, paths in zip(results["systems"], set_["pictures"], strict=True):
-        images[system["role"]] = _shown_images(paths, set_["panels"], load, count)
-    metrics = [name for name in labels if name in scored] + sorted(scored - labels.keys())
+        images[system["role"]] = _gallery_images(paths, set_["panels"], load, count)
+    metrics = [name for name in labels if name in metric_names] + sorted(metric_names - labels.keys())
     return set_ | {"metrics": metrics, "images": images, "is_row": any(s["aspect"] > 2.5 for s in images.values())}
 
 
-def _shown_images(paths: Sequence[str | None], shape: Sequence[int], load: Callable, count: int = 1) -> dict[str, Any]:
-    """Lay out the files of a set: one with all its panels, or one for each panel; a missing one is an empty frame."""
+def _gallery_images(
+    paths: Sequence[str | None], shape: Sequence[int], load: Callable, count: int = 1
+) -> dict[str, Any]:
+    """Lay out the files of a set, one in total or one per panel. Missing files become empty frames."""
     rows, cols = shape if len(paths) > 1 else (1, 1)
     panels = [(None, None) if path is None else load(path, rows, cols, count) for path in paths]
     size = next((size for _, size in panels if size), (1, 1) if len(paths) > 1 else tuple(shape[::-1]))
-    shown = [{"uri": uri, "size": panel_size or size} for uri, panel_size in panels]
-    return {"cols": cols, "panels": shown, "aspect": size[0] * cols / (size[1] * rows)}
+    frames = [{"uri": uri, "size": panel_size or size} for uri, panel_size in panels]
+    return {"cols": cols, "panels": frames, "aspect": size[0] * cols / (size[1] * rows)}
 
 
 def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple[int, int]]:
-    """Load an image that is one of `rows` x `cols` panels, or has `count` of them side by side, scaled for the page."""
+    """Load an image, one of `rows` x `cols` panels or with `count` side-by-side ones, and scale it for the page."""
     image = with_gaps(load_image_file(Path(path)), count)
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
@@ -263,11 +275,11 @@ def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple
 
 def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     """
-    Add the results of the tuned system to its model card: to the metadata, and as a section with the system it is compared
-    with and with what the numbers depend on.
+    Add the results of the tuned system to its model card: to the metadata, and as a section with the compared system and
+    the settings of the evaluation.
 
-    Earlier results of the same benchmark and protocol are replaced in the text, and in the metadata those of the same
-    scorers. Everything else stays unchanged.
+    Replaces earlier results of the same benchmark and protocol in the text, and of the same scorers in the metadata.
+    Everything else is unchanged.
 
     Args:
         card_path (`str` or `Path`):
@@ -281,27 +293,31 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     card_path, results = check_card(card_path), public_results(results)
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
-        raise ValueError(f"The results are of {', '.join(roles)}, but a card has those of a 'tuned' system.")
+        raise ValueError(f"The results are of {', '.join(roles)}, but a card needs results of a 'tuned' system.")
     card, name = ModelCard.load(card_path), benchmark_name(results)
     default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
     new = _eval_results(results, roles.index("tuned"), card.data.pipeline_tag or default_task)
     replaced = {(result.dataset_name, result.dataset_config) for result in new}
-    kept = [old for old in card.data.eval_results or [] if (old.dataset_name, old.dataset_config) not in replaced]
-    card.data.eval_results = kept + new
+    other_results = [
+        old for old in card.data.eval_results or [] if (old.dataset_name, old.dataset_config) not in replaced
+    ]
+    card.data.eval_results = other_results + new
     if card.data.model_name is None:
-        trained = load_settings(card_path.parent)
-        card.data.model_name = trained.title if trained else card_path.absolute().parent.name
+        saved_card = load_settings(card_path.parent)
+        card.data.model_name = saved_card.title if saved_card else card_path.absolute().parent.name
     begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
-    section = f"{begin}\n\n## {name}\n\n{_parts(results).card()}{end}"
-    before, was_there, rest = card.text.partition(begin)
-    _, is_whole, after = rest.partition(end)
-    if is_whole:
-        card.text = before + section + after
+    section = f"{begin}\n\n## {name}\n\n{_render_report(results).card()}{end}"
+    text_before, has_start, remaining_text = card.text.partition(begin)
+    _, has_end, text_after = remaining_text.partition(end)
+    if has_end:
+        card.text = text_before + section + text_after
     else:  # where our cards have them, or at the end
-        if was_there:  # without the end it cannot be told from what was written below it
+        if has_start:  # without the end it cannot be told from what was written below it
             logger.warning(f"{card_path} has earlier results of {name}, which stay: their mark '{end}' is gone.")
-        before, mark, rest = (before + rest).partition(RESULTS)
-        card.text = f"{before}{section}\n\n{mark}{rest}" if mark else f"{before.rstrip()}\n\n{section}\n"
+        text_before, mark, remaining_text = (text_before + remaining_text).partition(RESULTS)
+        card.text = (
+            f"{text_before}{section}\n\n{mark}{remaining_text}" if mark else f"{text_before.rstrip()}\n\n{section}\n"
+        )
     write_atomically(card_path, str(card))
     return card_path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store scores on disk, for runs that are interrupted or have several processes."""
+"""Storage of scores on disk, for interrupted runs and several processes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,22 +14,22 @@ from ..utils.text import some_of
 
 
 class Scores(NamedTuple):
-    """Complete scores: how they were made, and a record for each key."""
+    """Complete scores: their settings, and a record for each key."""
 
     settings: dict[str, Any]
     records: dict[str, dict[str, Any]]
 
     @property
     def gaps(self) -> list[str]:
-        """Keys with a question that has no answer."""
+        """Return the keys with an unanswered question."""
         return [key for key, record in self.records.items() if record["incomplete"]]
 
 
 class ScoreStore:
-    """Scores of one system by one scorer: a record for each key, with `digest` and `incomplete`."""
+    """Scores of a system by a scorer: a record per key, with `digest` and `incomplete`."""
 
-    # Each process appends to `<name>.<process>.jsonl` and reads all of these files, since the next run may have another
-    # number of processes. A record counts while `digests` has its digest: a changed image is scored again
+    # Each process appends to `<name>.<process>.jsonl`, but reads all of these files, since the next run may have another
+    # number of processes. A record is valid while its digest is in `digests`, so that changed images are scored again
     def __init__(self, folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]):
         self.folder = Path(folder) / "scores"
         self.name = re.sub(r"[^\w.]+", "-", name).strip("-.") or "scores"
@@ -37,12 +37,12 @@ class ScoreStore:
         self.digests = dict(digests)
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Read the record of each key, the complete one if there is one, and otherwise the one with most `attempts`."""
+        """Read the best record of each key: a complete one, or otherwise the one with the most `attempts`."""
         name = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
         best: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.glob("*.jsonl") if name.fullmatch(path.name)):
             lines = [line for _, line in read_lines(path)]
-            if len(lines) > 1:  # nothing depends on a header alone, of a run that ended as it began
+            if len(lines) > 1:  # a header without records does not matter
                 check_header(path, lines[0], self.settings)
             for record in lines[1:]:
                 if self.digests.get(record["key"]) == record["digest"]:
@@ -50,12 +50,12 @@ class ScoreStore:
         return {key: best[key] for key in self.digests if key in best}
 
     def start(self) -> None:
-        """Find what has no complete record: `pending` is this process's part of it."""
+        """Find the keys without a complete record; `pending` is this process's share of them."""
         from accelerate import PartialState
         from accelerate.utils import gather_object
 
         process, self.earlier = PartialState(), self.read()
-        gather_object([None])  # no process writes before all have read
+        gather_object([None])  # wait until all processes have read before any writes
         missing = [key for key in self.digests if self.earlier.get(key, {"incomplete": True})["incomplete"]]
         self.is_main_process, self.is_new = process.is_main_process, len(missing) == len(self.digests)
         self.pending = missing[process.process_index :: process.num_processes]
@@ -66,12 +66,12 @@ class ScoreStore:
         self._journal.append(*(record | {"digest": self.digests[record["key"]]} for record in records))
 
     def finish(self) -> dict[str, dict[str, Any]]:
-        """Wait for all processes, and give all records."""
+        """Wait for all processes, and return all records."""
         from accelerate.utils import gather_object
 
         wait_for_all()
         records = self.read()
-        gather_object([None])  # no process releases the lock before all have read
+        gather_object([None])  # wait until all processes have read before any releases the lock
         return records
 
 
@@ -81,7 +81,7 @@ def _rank(record: Mapping[str, Any]) -> tuple[bool, int]:
 
 @contextmanager
 def open_scores(folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[ScoreStore]:  # fmt: skip
-    """Open a store for this run alone."""
+    """Open a store with an exclusive lock."""
     store = ScoreStore(folder, name, settings, digests)
     with sole_writer(store.folder / store.name, f"the scores {name!r}"):
         store.start()
@@ -89,15 +89,15 @@ def open_scores(folder: str | Path, name: str, settings: Mapping[str, Any], dige
 
 
 def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str) -> list[Scores]:
-    """Read all complete scores of a system whose settings have the expected values."""
-    settings_of: dict[str, dict[str, Any]] = {}
+    """Read all complete scores of a system with the expected settings."""
+    settings_by_name: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(folder) / "scores").glob("*.jsonl")):
-        # None yet if a run was killed as it began
+        # Empty if a run was killed at its start
         settings: dict[str, Any] = next((line for _, line in read_lines(path)), {})
         if settings and expected.items() <= settings.items():
-            settings_of[settings["scores"]] = settings
+            settings_by_name[settings["scores"]] = settings
     scores = []
-    for name, settings in settings_of.items():
+    for name, settings in settings_by_name.items():
         store = ScoreStore(folder, name, settings, digests)
         records = store.read()
         if missing := [key for key in digests if key not in records]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the figures of one system, or of two and their paired difference, with intervals over prompts."""
+"""Results of one system, or of two and their paired difference, with confidence intervals over prompts."""
 
 import math
 from collections.abc import Container, Hashable, Mapping, Sequence
@@ -14,11 +14,11 @@ from ..evaluation.runs import check_protocol
 from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
 from ..utils.text import differences, some_of
-from .image_sets import FoundImages
+from .image_sets import SystemImages
 from .score_store import Scores
 
 
-# What has a value: a tuple that begins with the id of the prompt, such as (prompt id, seed) or (prompt id, seed, panel)
+# Key of a value: a tuple that begins with the prompt id, such as (prompt id, seed) or (prompt id, seed, panel)
 Unit = tuple[Hashable, ...]
 Values = Mapping[Unit, float]
 NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
@@ -28,23 +28,23 @@ CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale"
 
 @dataclass
 class System:
-    """Describe a model that generated images, or a directory of images."""
+    """A model that generated images, or a directory of images."""
 
-    role: str  # `"base"` or `"tuned"`; any word for a system alone
+    role: str  # `"base"` or `"tuned"`, or any role for a single system
     name: str  # for reports
-    images: FoundImages
-    folder: Path  # with its scores
-    settings: dict[str, Any] = field(default_factory=dict)  # how the images were generated, as far as known
+    images: SystemImages
+    folder: Path  # of its scores
+    settings: dict[str, Any] = field(default_factory=dict)  # of the generation, as far as known
 
     def describe(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Describe the system in results, with counts of its images and of the gaps that each scorer left."""
+        """Describe the system for results, with counts of its images, missing panels and unanswered sets."""
         counts = {"sets": len(self.images.sets), "missing panels": sum(map(len, self.images.missing.values()))}
         counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
 
 class Line(NamedTuple):
-    """A metric of a table: the (weighted) mean of the means of its parts."""
+    """Row of a table: a metric that is the weighted mean of the means of its parts."""
 
     metric: str
     label: str
@@ -57,8 +57,8 @@ class Line(NamedTuple):
 def cell(
     parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[Unit, Hashable] | None = None
 ) -> dict[str, Any]:
-    """Compute the weighted sum of the means of parts over their units, and its 95 % bootstrap interval over prompts."""
-    # Prompts are resampled with all their units, the same ones for all parts: the values of a prompt are not independent
+    """Compute the weighted sum of the parts' means over units, and its 95 % bootstrap interval over prompts."""
+    # Values of a prompt are not independent, so prompts are resampled with all their units, and jointly for all parts
     weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
     prompts = list(dict.fromkeys(unit[0] for values in parts for unit in values))
     labels = [""] if strata is None else list(dict.fromkeys(strata[unit] for values in parts for unit in values))
@@ -79,13 +79,13 @@ def cell(
     def statistic(totals: np.ndarray) -> np.ndarray:
         return np.tensordot(weights, mean_of_strata(totals, len(parts)), axes=1)
 
-    # The sums of all parts and strata, then their counts
-    flat = np.concatenate([sums, counts]).reshape(-1, len(prompts))
-    mean = float(statistic(flat.sum(axis=-1)))
+    # The sums of all parts and strata, followed by their counts
+    sums_and_counts = np.concatenate([sums, counts]).reshape(-1, len(prompts))
+    mean = float(statistic(sums_and_counts.sum(axis=-1)))
     interval: list[float | None] = [None, None]
-    # How prompts differ cannot be told from one
+    # One prompt does not tell how prompts differ
     if (counts.sum(axis=1) > 0).sum(axis=1).min() > 1:
-        interval = list(bootstrap_sums(flat, statistic))
+        interval = list(bootstrap_sums(sums_and_counts, statistic))
     return {"mean": mean, "interval": interval, "count": count}
 
 
@@ -95,7 +95,7 @@ def difference(
     weights: Sequence[float] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """Compute the paired difference of two systems, second minus first, over the units of which both have values."""
+    """Compute the paired difference of two systems, second minus first, over the units of both."""
     differences = [
         {unit: after[unit] - value for unit, value in before.items() if unit in after}
         for before, after in zip(first, second, strict=True)
@@ -110,14 +110,14 @@ def table(
     prompts: Container[Hashable] | None = None,
     strata: Mapping[Unit, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """Compute a table from each system's values by metric; a line lacks if a part of it was not scored."""
+    """Compute a table from the values of each system by metric, without lines that have unscored parts."""
     rows = []
     for line in lines:
         if any(part not in values for values in systems for part in line.parts):
             continue
         values = [
-            [{unit: v for unit, v in of_system[part].items() if prompts is None or unit[0] in prompts} for part in line.parts]
-            for of_system in systems
+            [{unit: v for unit, v in system_values[part].items() if prompts is None or unit[0] in prompts} for part in line.parts]
+            for system_values in systems
         ]  # fmt: skip
         rows.append({
             "metric": line.metric, "label": line.label, "kind": line.kind, "scorer": line.scorer,
@@ -131,18 +131,26 @@ def table(
 def breakdowns(
     title: str, lines: Sequence[Line], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
 ) -> list[dict[str, Any]]:
-    """Compute a table for each metric, with a row for each group of prompts."""
+    """Compute a table per metric, with a row per group of prompts."""
     tables = []
-    members = {name: [key for key, part in group_of.items() if part == name] for name in sorted({*group_of.values()})}
+    members = {
+        name: [key for key, group in group_of.items() if group == name] for name in sorted({*group_of.values()})
+    }
     for line in lines:
-        named = f"{title}: {line.label.lower()} ({line.scorer})"
-        parts = [table(named, [line._replace(label=name)], systems, prompts) for name, prompts in members.items()]
-        tables += [{"title": named, "rows": rows}] if (rows := [row for part in parts for row in part["rows"]]) else []
+        table_title = f"{title}: {line.label.lower()} ({line.scorer})"
+        group_tables = [
+            table(table_title, [line._replace(label=name)], systems, prompts) for name, prompts in members.items()
+        ]
+        tables += (
+            [{"title": table_title, "rows": rows}]
+            if (rows := [row for group_table in group_tables for row in group_table["rows"]])
+            else []
+        )
     return tables
 
 
 def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]], missing: str, protocol: str) -> None:
-    """Refuse systems that lack images, unless missing ones count 0, and two that do not compare."""
+    """Reject systems with missing images, unless they count 0, and systems that are not comparable."""
     check_protocol(protocol)
     for system in systems if missing == "error" else ():
         system.images.check_complete()
@@ -150,39 +158,43 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
         return
     first, second = systems
     if Path(first.folder).resolve() == Path(second.folder).resolve():
-        raise ValueError(f"Both systems are {first.folder}: a model is not compared with itself.")
-    if only := first.images.sets.keys() ^ second.images.sets.keys():
-        raise ValueError(f"The two systems have other prompts or seeds: only one has {some_of(sorted(only))}.")
+        raise ValueError(f"Both systems are {first.folder}. Choose two different ones to compare.")
+    if unshared_keys := first.images.sets.keys() ^ second.images.sets.keys():
+        raise ValueError(
+            f"The two systems have different prompts or seeds: only one has {some_of(sorted(unshared_keys))}."
+        )
     before, after = ({run.settings["scores"]: run.settings for run in runs} for runs in scores)
     for name in sorted(before | after):
-        if different := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
+        if changes := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
             raise ValueError(
-                f"The scores {name!r} of the two systems differ: {'; '.join(different)}. Score both alike."
+                f"The scores {name!r} of the two systems differ: {'; '.join(changes)}. Score both with the same settings."
             )
 
 
 def system_alerts(
     systems: Sequence[System], gaps: Sequence[Mapping[str, Sequence[str]]], protocol: str, published_gaps: str
 ) -> list[str]:
-    """List what readers must know next to the headline: other conditions, missing images, and unanswered questions."""
+    """List alerts for the reader: different conditions, missing images, and unanswered questions."""
     alerts = []
     unknown = " and ".join(repr(system.name) for system in systems if not system.settings)
     if len(systems) > 1 and unknown:
-        alerts.append(f"How {unknown} generated is not known: the difference may come from other settings.")
+        alerts.append(f"It is not known how {unknown} generated, so the difference may come from other settings.")
     elif len(systems) > 1:
         pairs = {name: tuple(system.settings.get(name) for system in systems) for name in CONDITIONS}
         changed = [f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after]
         if changed:
             alerts.append(f"The two systems generated under different conditions: {'; '.join(changed)}.")
     is_published = protocol == "published"
-    for system, of_system in zip(systems, gaps, strict=True):
+    for system, system_values in zip(systems, gaps, strict=True):
         if missing := system.images.missing:
-            how = "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
-            lacking = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
-            alerts.append(f"{lacking} and {how}: {some_of(list(missing))}.")
-        for scorer, keys in of_system.items():
+            treatment = (
+                "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
+            )
+            missing_text = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
+            alerts.append(f"{missing_text} and {treatment}: {some_of(list(missing))}.")
+        for scorer, keys in system_values.items():
             if keys:
-                then = published_gaps if is_published else "are left out of its figures"
-                text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {then}"
+                consequence = published_gaps if is_published else "are left out of its figures"
+                text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {consequence}"
                 alerts.append(f"{text}: {some_of(keys)}.")
     return alerts

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Load the prompts and criteria of T2IS-Bench (https://huggingface.co/papers/2506.23275), and score image sets with its
-scorers. Interrupted runs resume.
+Prompts, criteria and scorers of T2IS-Bench (https://huggingface.co/papers/2506.23275). Interrupted scoring resumes.
 """
 
 import logging
@@ -28,37 +27,37 @@ from ..rewards.image_rewards import panel_similarity
 from ..utils.fingerprint import describe_scorer
 from ..utils.names import public_name
 from ..utils.text import read_json, some_of
-from .image_sets import FoundImages
+from .image_sets import SystemImages
 from .score_store import open_scores
 
 
 logger = logging.getLogger(__name__)
 
-# Dimensions of visual consistency, of pairs of panels, and their names in the benchmark's files
+# Dimensions of visual consistency (of pairs of panels) -> their names in the benchmark's files
 CONSISTENCY = {"identity": "Identity", "style": "Style", "logic": "Logic"}
-# Dimensions of prompt alignment, of single panels
+# Dimensions of prompt alignment (of single panels)
 ALIGNMENT = {"entity": "Entity", "attribute": "Attribute", "relation": "Relation"}
-# The weighted average of the three groups. Not in the benchmark's code: found from the paper's Table 3, whose ten rows
-# with the Qwen judge it reproduces to 0.0004
+# Weights of the three groups in the average. Not in the benchmark's code, but fitted to the paper's Table 3, whose ten rows
+# with the Qwen judge they reproduce to 0.0004
 WEIGHTS = {"aesthetics": 0.2, "alignment": 0.3, "consistency": 0.5}
-# The same for the seven dimensions: a group is the mean of its three
+# Weights of the seven dimensions: a group is the mean of its dimensions
 DIMENSION_WEIGHTS = {
     "aesthetics": WEIGHTS["aesthetics"],
     **dict.fromkeys(ALIGNMENT, WEIGHTS["alignment"] / 3),
     **dict.fromkeys(CONSISTENCY, WEIGHTS["consistency"] / 3),
 }
-# Side to which both images of a pair are resized
+# Side that both images of a pair are resized to
 SIDE = 512
-# Pairs of at least this similarity are near-identical: the threshold of `DuplicateReward`, which documents its source
+# Similarity from which pairs are near-identical, the threshold of `DuplicateReward`
 DUPLICATE = 0.9
 
-# Columns of the benchmark that scores of a kind depend on
+# Kind of scores -> columns of the benchmark that they depend on
 COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates"), ("id", "rows", "cols"))
 COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
-# Yields the arguments of each question about a set, is sent an iterator of their answers, and yields the record
-Asking = Generator[Any, Iterator, None]
+# Coroutine per set: yields the arguments of its questions, receives an iterator of answers, and yields the record
+SetScoring = Generator[Any, Iterator, None]
 
 
 def load_t2is_bench(
@@ -68,42 +67,41 @@ def load_t2is_bench(
     config: str | None = None,
 ) -> Dataset:
     """
-    Load the prompts of T2IS-Bench with their criteria: the benchmark's own files, or a copy such as the one published
-    with the PaCo-RL code.
+    Load the prompts of T2IS-Bench with their criteria, from the benchmark's files or a copy such as PaCo-RL's.
 
     Args:
         name_or_path (`str` or `Path`):
             One of:
 
-            - the directory of the benchmark's own files, `T2IS-Bench.json` and `prompt_consistency.json`, or
-              `"ChengyouJia/T2IS-Bench"`. The case id is the `id`. The prompt of a case is its text that describes a
-              grid. A case with only an instruction has no `panels`: images of it can be scored, but not generated;
-            - raw T2IS rows or image-set prompts with `id` and `criteria`, as
-              [`~paco_trl.data.load_image_set_prompts`] takes them.
+            - the directory of the benchmark's files, `T2IS-Bench.json` and `prompt_consistency.json`, or
+              `"ChengyouJia/T2IS-Bench"`. The case id becomes the `id`, and the text that describes a grid the prompt. A
+              case with only an instruction has no `panels`: its images can be scored, but not generated;
+            - raw T2IS rows or image-set prompts with `id` and `criteria`, for
+              [`~paco_trl.data.load_image_set_prompts`].
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
         alignment_file (`str` or `Path`, *optional*):
             `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation` ->
             texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
         config (`str`, *optional*):
-            Configuration of the dataset, where it has several.
+            Configuration of the dataset if it has several.
 
     Returns:
-        [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, where known `category`, `subcategory` and
-        `case_id`, and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
+        [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, optionally `category`, `subcategory` and `case_id`,
+        and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split, config) if folder is None else read_t2is_bench(folder)
     names = zip(name_prompts(dataset), dataset, strict=True)
-    unscored = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
-    if len(unscored) == len(dataset):
+    invalid_names = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
+    if len(invalid_names) == len(dataset):
         raise ValueError(
             f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of consistency. "
-            "For prompts of your own use `paco-trl evaluate prompts`."
+            "For your own prompts use `paco-trl evaluate prompts`."
         )
-    if unscored:
+    if invalid_names:
         raise ValueError(
-            f"The prompt {unscored[0]!r} has a single panel, or no criterion of consistency: leave it out."
+            f"The prompt {invalid_names[0]!r} has a single panel, or no criterion of consistency. Leave it out."
         )
     if alignment_file is not None:
         dataset = _with_alignment(dataset, Path(alignment_file))
@@ -113,8 +111,8 @@ def load_t2is_bench(
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the criteria of a prompt for pairs of panels, by dimension."""
     criteria = criteria_dict(row.get("criteria"))
-    texts_of = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
-    return {name: texts for name, texts in texts_of.items() if texts}
+    texts_by_dimension = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
+    return {name: texts for name, texts in texts_by_dimension.items() if texts}
 
 
 def alignment_texts(row: Mapping[str, Any]) -> list[dict[str, list[str]]]:
@@ -137,9 +135,9 @@ def weighted_average(dimensions: Mapping[str, float]) -> float:
 def dimension_score(
     scores: Sequence[Sequence[float | None]], num_pairs: int, protocol: str = "default"
 ) -> float | None:
-    """Average a dimension of a set over its criteria and all `num_pairs` pairs, of which those that do not exist count 0."""
-    # Without an answer to each question the mean would be of other pairs. The published protocol takes the pairs that
-    # exist, and drops a score of 0
+    """Average a dimension of a set over its criteria and `num_pairs` pairs. Pairs with missing panels count 0."""
+    # With unanswered questions, the mean would be over other pairs. The published protocol averages existing pairs, and drops
+    # scores of 0
     if protocol == "published":
         answered = [[score for score in pairs if score is not None] for pairs in scores]
         criteria = [fmean(pairs) for pairs in answered if pairs]
@@ -151,64 +149,70 @@ def dimension_score(
 
 def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
     cases = read_json(path)
-    known = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
-    column, lacking = list[list](), []
-    for name, case_id, rows, cols in zip(dataset["id"], known, dataset["rows"], dataset["cols"], strict=True):
-        case, shown = cases.get(case_id) or cases.get(name), case_id or name
+    case_ids = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
+    column, missing_cases = list[list](), []
+    for name, case_id, rows, cols in zip(dataset["id"], case_ids, dataset["rows"], dataset["cols"], strict=True):
+        case, case_name = cases.get(case_id) or cases.get(name), case_id or name
         if case is None:
-            lacking.append(shown)
+            missing_cases.append(case_name)
             continue
         if len(case) != rows * cols:
-            raise ValueError(f"{path} has {len(case)} panels of the case {shown!r}, but its grid has {rows * cols}.")
+            raise ValueError(
+                f"{path} has {len(case)} panels of the case {case_name!r}, but its grid has {rows * cols}."
+            )
         column.append([
             {"panel": panel, "dimension": title, "text": text}
             for panel, dimensions in enumerate(case.values())
             for title in ALIGNMENT.values()
             for text in dimensions.get(title, [])
         ])  # fmt: skip
-    if lacking:
-        raise ValueError(f"{path} lacks {len(lacking)} of the {len(dataset)} cases: {some_of(lacking)}.")
-    present = {entry["dimension"] for entries in column for entry in entries}
-    if absent := [title for title in ALIGNMENT.values() if title not in present]:
-        raise ValueError(f"{path} has no text of {' and '.join(absent)} in any of the {len(dataset)} cases.")
+    if missing_cases:
+        raise ValueError(f"{path} lacks {len(missing_cases)} of the {len(dataset)} cases: {some_of(missing_cases)}.")
+    titles = {entry["dimension"] for entries in column for entry in entries}
+    if missing_dimensions := [title for title in ALIGNMENT.values() if title not in titles]:
+        raise ValueError(
+            f"{path} has no text of {' and '.join(missing_dimensions)} in any of the {len(dataset)} cases."
+        )
     return dataset.add_column("alignment", column)
 
 
 def score_consistency(
-    judge: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    judge: Any, images: SystemImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
-    Score visual consistency: query a judge about each criterion of identity, style and logic, for all unordered pairs of
-    panels, with the benchmark's own question. Both panels are resized as the benchmark's script does it for Qwen2.5-VL: to
-    the multiple of its patches that is nearest to 512, which is 504.
+    Score visual consistency: ask a judge the benchmark's question about each criterion of identity, style and logic, for
+    all unordered pairs of panels. Like the benchmark's script for Qwen2.5-VL, resize panels to the multiple of its patches
+    that is nearest to 512, which is 504.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`], [`~paco_trl.rewards.ServedJudge`] or an object with `name` and `score(images,
-            prompts)`, which gives P(Yes) of each pair, or `None`.
-        found ([`FoundImages`]):
-            The images.
+            prompts)`, which returns P(Yes) or `None` per pair.
+        images ([`SystemImages`]):
+            Images of the system.
         benchmark ([`~datasets.Dataset`]):
             From [`load_t2is_bench`].
         folder (`str` or `Path`):
-            Directory of the system, for the scores. Images that have changed since they were scored are scored again.
+            Directory of the system, for its scores. Changed images are scored again.
         batch_size (`int`, *optional*, defaults to `64`):
-            Approximate number of questions in a call of the judge: sets are not split. Scores are saved after each call.
+            Approximate number of questions per call of the judge; sets are not split. Scores are saved after each call.
 
     Returns:
-        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`: dimension -> P(Yes) of
-        each pair for each criterion. `None` where there is no answer; the next run queries the judge about it again.
+        `dict[str, dict]`: key -> record with `pairs` (of existing panels) and `scores`: dimension -> P(Yes) of each pair
+        for each criterion, `None` without an answer. The next run repeats unanswered questions.
 
     Raises:
-        ValueError: If the scores in the directory were made in another way.
+        ValueError: If the directory has scores with other settings.
     """
-    # The benchmark's side, rounded to a multiple of the judge's merged patches, as `qwen_vl_utils` does
+    # The benchmark's side, rounded to a multiple of the judge's merged patches like in `qwen_vl_utils`
     patch = judge.find_patch_size() if isinstance(judge, ServedJudge) else getattr(judge, "patch_size", 14)
     side = round(SIDE / (2 * patch)) * 2 * patch
 
-    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
         pairs, criteria = _pairs(panels), consistency_criteria(row)
-        resized = [panel and panel.resize((side, side)) for panel in panels]  # Pillow's default, as `qwen_vl_utils`
+        resized = [
+            panel and panel.resize((side, side)) for panel in panels
+        ]  # with Pillow's default filter, like `qwen_vl_utils`
         answers = yield [
             ((resized[first], resized[second]), t2is_bench_question(text))
             for texts in criteria.values()
@@ -224,34 +228,34 @@ def score_consistency(
 
 
 def score_alignment(
-    judge: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    judge: Any, images: SystemImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
-    Score prompt alignment: query a model whether each panel shows each of its texts, of entity, attribute and relation.
+    Score prompt alignment: ask a model whether each panel shows each of its texts, of entities, attributes and relations.
 
-    The question is that of [VQAScore](https://huggingface.co/papers/2404.01291), the score P(Yes) / (P(Yes) + P(No)). The
-    benchmark takes P(Yes) of CLIP-FlanT5-XXL, which transformers does not have: figures of another model do not compare
-    with the published ones.
+    Uses the question of [VQAScore](https://huggingface.co/papers/2404.01291) and the score P(Yes) / (P(Yes) + P(No)). The
+    benchmark uses P(Yes) of CLIP-FlanT5-XXL, which transformers does not support, so that the results do not compare with
+    published ones.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
             object with `name` and `score_images(images, prompts)`.
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
-            As in [`score_consistency`]; the benchmark must have the column `alignment`.
+        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+            See [`score_consistency`]. The benchmark must have the column `alignment`.
 
     Returns:
-        `dict[str, dict]`: key -> record with `scores`: for each panel dimension -> P(Yes) of each text; `None` for a
-        missing panel, and where there is no answer.
+        `dict[str, dict]`: key -> record with `scores`: for each panel, dimension -> P(Yes) of each text; `None` for missing
+        panels and answers.
     """
     if "alignment" not in benchmark.column_names:
-        raise ValueError("The benchmark has no `alignment`: load it with `load_t2is_bench(..., alignment_file=...)`.")
+        raise ValueError("The benchmark has no `alignment`. Load it with `load_t2is_bench(..., alignment_file=...)`.")
 
-    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
-        expected = list(zip(panels, alignment_texts(row), strict=True))
+    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
+        panels_with_texts = list(zip(panels, alignment_texts(row), strict=True))
         answers = yield [
             (panel, shows_question(text))
-            for panel, dimensions in expected
+            for panel, dimensions in panels_with_texts
             if panel is not None
             for texts in dimensions.values()
             for text in texts
@@ -259,7 +263,7 @@ def score_alignment(
 
         scores = [
             None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
-            for panel, dimensions in expected
+            for panel, dimensions in panels_with_texts
         ]
         yield {"scores": scores}
 
@@ -268,43 +272,42 @@ def score_alignment(
 
 
 def score_aesthetics(
-    scorer: Any, images: FoundImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
+    scorer: Any, images: SystemImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
-    Score the aesthetics of each panel, with any scorer. Which one the benchmark uses is not published.
+    Score the aesthetics of each panel with any scorer, since the benchmark's is not published.
 
     Args:
         scorer (`Any`):
-            [`AestheticScorer`], or an object with `name` and `score_images(images)`, which gives a score in [0, 1] for
-            each image, or `None`.
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
-            As in [`score_consistency`].
+            [`AestheticScorer`], or an object with `name` and `score_images(images)`, which returns a score in [0, 1] or
+            `None` per image.
+        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+            See [`score_consistency`].
 
     Returns:
-        `dict[str, dict]`: key -> record with `scores`, one for each panel; `None` for a missing one.
+        `dict[str, dict]`: key -> record with `scores`, one per panel, `None` for missing panels.
     """
 
-    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
         answers = yield [(panel,) for panel in panels if panel is not None]
         yield {"scores": [None if panel is None else next(answers) for panel in panels]}
 
     return _score("aesthetics", scorer, {}, ask, scorer.score_images, images, benchmark, folder, batch_size)
 
 
-def score_duplicates(images: FoundImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
+def score_duplicates(images: SystemImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
     """
-    Score the similarity of all pairs of panels, without a model: copies have the highest consistency.
+    Score the similarity of all pairs of panels without a model, to detect copies, which are most consistent.
 
     Args:
-        found ([`FoundImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
-            As in [`score_consistency`].
+        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):
+            See [`score_consistency`].
 
     Returns:
-        `dict[str, dict]`: key -> record with `pairs` (of the panels that exist) and `scores`, the [`panel_similarity`]
-        of each.
+        `dict[str, dict]`: key -> record with `pairs` (of existing panels) and `scores`, their [`panel_similarity`].
     """
 
-    def ask(panels: list[Image.Image | None], row: dict) -> Asking:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
         pairs = _pairs(panels)
         answers = yield [(panels[first], panels[second]) for first, second in pairs]
         yield {"pairs": pairs, "scores": list(answers)}
@@ -322,52 +325,56 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], Asking],
-    query: Callable[..., list], images: FoundImages, benchmark: Dataset, folder: str | Path,
+    kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], SetScoring],
+    query: Callable[..., list], images: SystemImages, benchmark: Dataset, folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
-    """Score all sets that have no complete record, in calls of `query` with about `batch_size` questions."""
+    """Score all sets without a complete record, in calls of `query` with about `batch_size` questions."""
     benchmark = benchmark.with_format(None)
-    row_of = {name: number for number, name in enumerate(benchmark["id"][:])}
+    row_by_id = {name: number for number, name in enumerate(benchmark["id"][:])}
     name = public_name(str(getattr(scorer, "model_name", None) or scorer.name))
-    # What a server has behind the name of a model is not known
+    # The weights behind a server's model name are unknown
     settings = {"kind": kind, "scorer": name, "judge": describe_scorer(scorer), **settings}
     settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind])
 
-    def asking(key: str) -> tuple[str, list[tuple], Asking]:
-        of_set = ask(images.sets[key].panels(), benchmark[row_of[images.sets[key].prompt_id]])
-        return key, next(of_set), of_set
+    def start_scoring(key: str) -> tuple[str, list[tuple], SetScoring]:
+        scoring = ask(images.sets[key].panels(), benchmark[row_by_id[images.sets[key].prompt_id]])
+        return key, next(scoring), scoring
 
     with open_scores(folder, f"{kind}-{name}", settings, images.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
-            for batch in batches(map(asking, store.pending), lambda asked: len(asked[1]), batch_size):
-                questions = [question for _, asked, _ in batch for question in asked]
+            for batch in batches(
+                map(start_scoring, store.pending), lambda set_questions: len(set_questions[1]), batch_size
+            ):
+                questions = [question for _, set_questions, _ in batch for question in set_questions]
                 scores = query(*map(list, zip(*questions, strict=True))) if questions else []
-                answers, records = iter(_checked(kind, scorer.name, scores, len(questions))), []
-                for key, asked, of_set in batch:
-                    of_answers = list(islice(answers, len(asked)))
-                    records.append({"key": key, **of_set.send(iter(of_answers)), "incomplete": None in of_answers})
+                answers, records = iter(_check_scores(kind, scorer.name, scores, len(questions))), []
+                for key, set_questions, scoring in batch:
+                    set_answers = list(islice(answers, len(set_questions)))
+                    records.append({"key": key, **scoring.send(iter(set_answers)), "incomplete": None in set_answers})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
-    gaps = [key for key, record in records.items() if record["incomplete"]]
-    if gaps and store.is_main_process:
+    incomplete_keys = [key for key, record in records.items() if record["incomplete"]]
+    if incomplete_keys and store.is_main_process:
         logger.warning(
-            f"{name} gave no score for {len(gaps)} of {len(records)} sets ({kind}): {some_of(gaps)}. Its figures "
-            "leave them out: re-run to query it about them."
+            f"{name} gave no score for {len(incomplete_keys)} of {len(records)} sets ({kind}): {some_of(incomplete_keys)}. Its results "
+            "leave them out. Rerun to query it about them again."
         )
     return records
 
 
-def _checked(kind: str, name: str, scores: Any, count: int) -> list[float | None]:
-    """Check that there is a finite score, or `None`, for each question."""
-    # NaN is what many scorers give for what they cannot score
+def _check_scores(kind: str, name: str, scores: Any, count: int) -> list[float | None]:
+    """Check that there is one score per question, finite or `None`."""
+    # Many scorers return NaN for what they cannot score
     scores = [None if score is None or math.isnan(score) else float(score) for score in scores]
     if len(scores) != count:
-        raise ValueError(f"{name!r} gave {len(scores)} scores for {count} questions.")
+        raise ValueError(f"{name!r} gave {len(scores)} scores for {count} questions, but must give one per question.")
     is_probability = kind in ("consistency", "alignment")
     for score in scores:
         if score is not None and not (0 <= score <= 1 if is_probability else math.isfinite(score)):
-            raise ValueError(f"{name!r} gave {score}: not a {'probability' if is_probability else 'score'}.")
+            raise ValueError(
+                f"{name!r} gave {score}, which is not a {'probability' if is_probability else 'finite score'}."
+            )
     return scores

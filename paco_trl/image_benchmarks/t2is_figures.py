@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the figures of T2IS-Bench from the scores of one system or two."""
+"""Results of T2IS-Bench from the scores of one or two systems."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,31 +29,31 @@ def t2is_results(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Compute the figures of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
+    Compute the results of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
     intervals, by category, and as a paired difference of two systems.
 
-    Nothing is dropped or set to 0 silently: a dimension that a prompt does not have is undefined for it, a set with an
-    unanswered question is left out and counted, and missing images are an error or count 0.
+    Nothing is silently dropped or set to 0: a dimension that a prompt lacks is undefined for it, sets with unanswered
+    questions are left out and counted, and missing images are an error or count 0.
 
     Args:
         benchmark ([`~datasets.Dataset`]):
             From [`load_t2is_bench`].
         systems (`Sequence[System]`):
-            One system, or two, of which the second is compared with the first.
+            One system, or two to compare the second with the first.
         missing (`str`, *optional*, defaults to `"error"`):
-            `"error"`, or `"zero"`: a score of 0 for each missing image, and for each pair with one. With `"zero"`, the
-            published protocol leaves them out.
+            `"error"`, or `"zero"` to score missing images, and pairs with one, as 0. With `"zero"`, the published protocol
+            leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
-            From [`find_leaks`]. If `None`, the report says that it was not checked.
+            From [`find_leaks`]. If `None`, the report states that leakage was not checked.
         protocol (`str`, *optional*, defaults to `"default"`):
-            `"published"` for the arithmetic of the benchmark's own script, from the same scores: a mean is over the sets
-            above 0, scored on the pairs that exist, and over the images that exist, so that missing images, sets of one
-            image and sets whose score is exactly 0 are left out.
+            `"published"` for the arithmetic of the benchmark's script on the same scores: means only include existing
+            pairs and images, and sets with a score above 0, so that missing images, sets of one image and sets with a
+            score of exactly 0 are left out.
 
     Returns:
-        `dict[str, Any]`: all figures, as JSON has them; [`save_generation_report`] writes it.
+        `dict[str, Any]`: all results as JSON values, for [`save_generation_report`].
     """
     benchmark = benchmark.with_format(None)
     rows = {row["id"]: row for row in benchmark}
@@ -63,24 +63,28 @@ def t2is_results(
     for run in scores[0]:
         names.setdefault(run.settings["kind"], []).append(run.settings["scorer"])
     tables: list[dict] = []
-    parts: dict[str, dict] = {}  # by title: what does not depend on the judge is there once
-    of_sets: list[dict] = []
+    breakdown_by_title: dict[str, dict] = {}  # so that breakdowns that do not depend on the judge occur once
+    set_scores: list[dict] = []
     for judge in names["consistency"]:
-        used = [
+        judge_runs = [
             [run for run in runs if run.settings["scorer"] == judge or run.settings["kind"] != "consistency"]
             for runs in scores
         ]
         values = [
-            _values(runs, system.images.sets, rows, protocol) for runs, system in zip(used, systems, strict=True)
+            _values(runs, system.images.sets, rows, protocol) for runs, system in zip(judge_runs, systems, strict=True)
         ]
         lines = _lines(judge, names)
         tables.append(table(f"Judge: {judge}", lines, values))
-        chosen = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
+        main_lines = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
-                parts |= {part["title"]: part for part in breakdowns(f"By {column}", chosen, values, group_of)}
-        of_sets = of_sets or [_set_scores(*of_system, rows) for of_system in zip(systems, values, used, strict=True)]
+                breakdown_by_title |= {
+                    table_["title"]: table_ for table_ in breakdowns(f"By {column}", main_lines, values, group_of)
+                }
+        set_scores = set_scores or [
+            _set_scores(*arguments, rows) for arguments in zip(systems, values, judge_runs, strict=True)
+        ]
 
     gaps = [{run.settings["scores"]: run.gaps for run in runs} for runs in scores]
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
@@ -94,10 +98,10 @@ def t2is_results(
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
         "seeds": sorted({set_.seed for set_ in first.values()}),
-        "systems": [system.describe(of_system) for system, of_system in zip(systems, gaps, strict=True)],
+        "systems": [system.describe(system_gaps) for system, system_gaps in zip(systems, gaps, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
-        "breakdowns": list(parts.values()),
+        "breakdowns": list(breakdown_by_title.values()),
         "leakage": leakage,
         "alerts": alerts,
         "notes": [*_notes(names), leakage_text(leakage)],
@@ -110,7 +114,7 @@ def t2is_results(
                 "source": None,
                 "pictures": [[file and str(file) for file in system.images.sets[key].files] for system in systems],
                 "panels": [set_.rows, set_.cols],
-                "scores": [of_system[key] for of_system in of_sets],
+                "scores": [system_scores[key] for system_scores in set_scores],
             }
             for key, set_ in first.items()
         ],
@@ -127,43 +131,45 @@ def _read(system: System, benchmark: Dataset) -> list[Scores]:
         if not has_all or run.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
             raise ValueError(
                 f"{kind} of {system.name!r} was scored with another {columns[-1]}, or other prompts "
-                f"({system.folder}). Give the same data, or score into another directory."
+                f"({system.folder}). Use the same data, or score into another directory."
             )
         if kind != "consistency" and kinds.count(kind) > 1:
-            raise ValueError(f"{system.folder} has {kind} by several scorers. Keep the scores of one.")
+            raise ValueError(f"{system.folder} has {kind} scores of several scorers. Keep those of one.")
     if "consistency" not in kinds:
-        raise ValueError(f"No judge has scored the consistency of {system.name!r} ({system.folder}).")
+        raise ValueError(f"No judge has scored the consistency of {system.name!r} ({system.folder}). Score it first.")
     return scores
 
 
 def _values(
     scores: Sequence[Scores], sets: Mapping[str, ImageSet], rows: Mapping[str, dict], protocol: str
 ) -> _Metrics:
-    """Compute the values of scorers. Missing panels, and pairs with one, count 0, or are left out."""
-    of_missing = math.nan if protocol == "published" else 0.0
+    """Compute the values of metrics. Missing panels, and pairs with one, count 0, or are left out."""
+    missing_value = math.nan if protocol == "published" else 0.0
     groups: dict[str, Any] = {"consistency": bench.CONSISTENCY, "alignment": bench.ALIGNMENT}
     values: _Metrics = {}
     for kind, key, record in ((run.settings["kind"], *item) for run in scores for item in run.records.items()):
         metrics = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
-        of_set, raw_scores = sets[key], record["scores"]
-        unit, panels = (of_set.prompt_id, of_set.seed), of_set.rows * of_set.cols
+        image_set, raw_scores = sets[key], record["scores"]
+        unit, panels = (image_set.prompt_id, image_set.seed), image_set.rows * image_set.cols
         if kind == "consistency":
-            for name, of_sets in metrics.items():
+            for name, set_scores in metrics.items():
                 score = bench.dimension_score(raw_scores.get(name, []), panels * (panels - 1) // 2, protocol)
-                of_sets[unit] = math.nan if score is None else score
+                set_scores[unit] = math.nan if score is None else score
         elif kind == "duplicates":
             for pair, similarity in zip(record["pairs"], raw_scores, strict=True):
                 metrics[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
         elif kind == "aesthetics":
             for panel, score in enumerate(raw_scores):
-                value = of_missing if panel in of_set.missing else score
+                value = missing_value if panel in image_set.missing else score
                 metrics[kind][*unit, panel] = math.nan if value is None else value
         else:
-            texts = bench.alignment_texts(rows[of_set.prompt_id])
+            texts = bench.alignment_texts(rows[image_set.prompt_id])
             for panel, (expected, answers) in enumerate(zip(texts, raw_scores, strict=True)):
-                for name, of_panels in metrics.items():
-                    said: Any = [None] if name not in expected else [of_missing] if answers is None else answers[name]
-                    of_panels[*unit, panel] = math.nan if None in said else fmean(said)
+                for name, panel_values in metrics.items():
+                    answer_values: Any = (
+                        [None] if name not in expected else [missing_value] if answers is None else answers[name]
+                    )
+                    panel_values[*unit, panel] = math.nan if None in answer_values else fmean(answer_values)
     return values
 
 
@@ -178,46 +184,50 @@ def _lines(judge: str, names: Mapping[str, Sequence[str]]) -> list[Line]:
         lines += [Line(name, label, "dimension", scorer, [name]) for name, label in dimensions.items()]
         lines.append(Line(group, title, "group", scorer, list(dimensions)))
     weights = " + ".join(f"{weight:g} {name}" for name, weight in bench.WEIGHTS.items())
-    parts, of_parts = list(bench.DIMENSION_WEIGHTS), list(bench.DIMENSION_WEIGHTS.values())
-    lines.append(Line("average", f"Weighted average ({weights})", "average", f"judge {judge}", parts, of_parts))
+    parts, part_weights = list(bench.DIMENSION_WEIGHTS), list(bench.DIMENSION_WEIGHTS.values())
+    lines.append(Line("average", f"Weighted average ({weights})", "average", f"judge {judge}", parts, part_weights))
     return [*lines, Line("duplicates", "Duplicate rate", "other", scorers.get("duplicates", ""), ["duplicates"])]
 
 
 def _set_scores(
-    system: System, metrics: _Metrics, used: Sequence[Scores], rows: Mapping[str, dict]
+    system: System, metrics: _Metrics, judge_runs: Sequence[Scores], rows: Mapping[str, dict]
 ) -> dict[str, dict[str, float | None]]:
-    """Average each metric over the panels or pairs of each set; `None` where undefined or incomplete."""
+    """Average each metric over the panels or pairs of each set, `None` if undefined or incomplete."""
     values: dict[Unit, dict[str, list[float]]] = {}
-    for name, of_units in metrics.items():
-        for unit, value in of_units.items():
-            of_metric = values.setdefault(unit[:2], {}).setdefault(name, [])
-            of_metric += [] if math.isnan(value) else [value]
-    by_set, gaps = {}, {run.settings["kind"]: run.gaps for run in used}
-    for key, of_set in system.images.sets.items():
-        by_name = values.get((of_set.prompt_id, of_set.seed), {})
-        scores: dict[str, float | None] = {name: fmean(seen) if seen else None for name, seen in by_name.items()}
+    for name, unit_values in metrics.items():
+        for unit, value in unit_values.items():
+            metric_values = values.setdefault(unit[:2], {}).setdefault(name, [])
+            metric_values += [] if math.isnan(value) else [value]
+    scores_by_set, gaps = {}, {run.settings["kind"]: run.gaps for run in judge_runs}
+    for key, image_set in system.images.sets.items():
+        values_by_metric = values.get((image_set.prompt_id, image_set.seed), {})
+        scores: dict[str, float | None] = {
+            name: fmean(set_values) if set_values else None for name, set_values in values_by_metric.items()
+        }
         if key in gaps.get("aesthetics", ()):
             scores["aesthetics"] = None
         if key in gaps.get("alignment", ()):
             scores |= dict.fromkeys(bench.ALIGNMENT)
-        # Of all dimensions of this prompt: over fewer it would not compare with the other system's
-        asked = () if key in gaps["consistency"] else bench.consistency_criteria(rows[of_set.prompt_id])
-        scores["consistency"] = _mean_of([scores.get(name) for name in asked])
-        scores["alignment"] = _mean_of([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
+        # Over all dimensions of the prompt, or it would not compare with the other system's
+        dimensions_of_prompt = (
+            () if key in gaps["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
+        )
+        scores["consistency"] = _mean_or_none([scores.get(name) for name in dimensions_of_prompt])
+        scores["alignment"] = _mean_or_none([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
         scores["average"] = bench.weighted_average(cast(Any, scores)) if has_all else None
-        by_set[key] = scores
-    return by_set
+        scores_by_set[key] = scores
+    return scores_by_set
 
 
-def _mean_of(values: list) -> float | None:
+def _mean_or_none(values: list) -> float | None:
     return fmean(values) if values and None not in values else None
 
 
 def _notes(names: Mapping[str, Sequence[str]]) -> list[str]:
     notes = [
-        f"{what} was not scored, and so the weighted average is not computed."
-        for kind, what in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics"))
+        f"{metric} was not scored, so the weighted average is not computed."
+        for kind, metric in (("alignment", "Prompt alignment"), ("aesthetics", "Aesthetics"))
         if kind not in names
     ]
     notes += [NOTES[kind].format(name=names[kind][0]) for kind in ("alignment", "aesthetics") if kind in names]
