@@ -20,9 +20,9 @@ from launching import free_port
 from paco_trl.dataset_building import read_annotations
 from paco_trl.dataset_building.annotate import (
     AnnotationWork,
+    display_order,
     next_instance,
     serve_annotation,
-    shown_order,
 )
 from planted_world import PlantedWorld
 
@@ -65,7 +65,7 @@ def served(world: World, folder: Path, port: int | None = None, **options):
 
 def order_of(annotator: str, instance: str, ranking: list[int]) -> list[int]:
     """The places of the shown images for a ranking of the original indices."""
-    shown = shown_order(annotator, instance, len(ranking))
+    shown = display_order(annotator, instance, len(ranking))
     return [shown.index(index) for index in ranking]
 
 
@@ -99,13 +99,13 @@ def folder(tmp_path) -> Path:
 
 
 def test_candidates_are_shown_in_all_places():
-    orders = [shown_order("anna", f"p/{number}", 4) for number in range(400)]
+    orders = [display_order("anna", f"p/{number}", 4) for number in range(400)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     for place in range(4):
         counts = Counter(order[place] for order in orders)
         assert all(70 <= counts[index] <= 130 for index in range(4)), counts  # 100 each, 3.5 deviations
-    assert orders[0] == shown_order("anna", "p/0", 4)
-    assert orders != [shown_order("bob", f"p/{number}", 4) for number in range(400)]
+    assert orders[0] == display_order("anna", "p/0", 4)
+    assert orders != [display_order("bob", f"p/{number}", 4) for number in range(400)]
 
 
 def test_fewest_rankings_first_then_an_order_of_the_annotator():
@@ -148,7 +148,7 @@ def test_what_is_shown_and_written(world, folder):
     sha_of = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
     assert task["theme"] == THEME and task["dimensions"] == ["style", "logic"]
     assert task["reference"] == f"/image/{sha_of[row['reference']]}"
-    shown = shown_order("anna", instance, 4)
+    shown = display_order("anna", instance, 4)
     assert task["images"] == [f"/image/{sha_of[row['candidates'][index]]}" for index in shown]
     assert task["order"] == [] and task["previous"] is None and not task["was_skipped"]
     work.save("anna", instance, [3, 1, 0, 2])

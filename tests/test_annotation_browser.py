@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("gradio")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from paco_trl.dataset_building.annotate import shown_order  # noqa: E402
+from paco_trl.dataset_building.annotate import display_order  # noqa: E402
 from test_annotation_app import THEME, World, make_world, read_lines, served  # noqa: E402
 from testing_utils import CHROMIUM, CHROMIUM_ARGUMENTS  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_keys_and_clicks_rank_and_text_is_text(world, folder, url, sit_down):
     instance = anna.instance
     row = next(row for row in world.instances if row["id"] == instance)
     sha_of = dict(zip(world.panels["id"], world.panels["sha256"], strict=True))
-    shown = shown_order("anna", instance, 4)
+    shown = display_order("anna", instance, 4)
     assert anna.shown() == [f"/image/{sha_of[row['candidates'][index]]}" for index in shown]
     assert anna.page.get_attribute("#reference", "src") == f"/image/{sha_of[row['reference']]}"
     anna.page.wait_for_load_state("networkidle")
@@ -180,7 +180,7 @@ def test_back_skip_and_half_made_orders(folder, url, sit_down):
     carl.page.goto(f"{url}/?annotator=dora&instance={third}")
     carl.page.wait_for_selector("#reference")
     carl.expect([])
-    shown = shown_order("carl", first, 4)
+    shown = display_order("carl", first, 4)
     assert rankings(folder, "carl") == [
         (first, shown),
         (second, None),
@@ -271,5 +271,5 @@ def test_nothing_is_lost_while_the_server_is_away(world, tmp_path, sit_down):
         ida.page.reload()
         ida.expect([2, 1, 3, 4])
         ida.step("Enter")
-    shown = shown_order("ida", instance, 4)
+    shown = display_order("ida", instance, 4)
     assert rankings(tmp_path, "ida") == [(instance, [shown[1], shown[0], shown[2], shown[3]])]

@@ -174,7 +174,7 @@ class TestAnnotations:
             ({"ranking": [0, 1, 2], "annotator": "../a"}, "'../a'"),
             ({"ranking": [0, 1, 2], "annotator": ".hidden"}, "'.hidden'"),
             ({"ranking": [0, 1, 2], "annotator": "x" * 41}, "name"),
-            ({"ranking": [0, 1, 2], "digest": "new"}, "other images"),
+            ({"ranking": [0, 1, 2], "digest": "new"}, "have changed"),
         ],
     )
     def test_broken_ones_are_named(self, tmp_path, record, token):

@@ -193,7 +193,7 @@ class TestInstances:
         [
             (lambda row: row["seed"] == 1, "'a'.* two seeds"),
             (lambda row: row["id"] == "b/1/3", r"'b' lacks the panels \[\(1, 3\)\]"),
-            (lambda row: row["position"] > 0, "'a'.* panels a grid"),
+            (lambda row: row["position"] > 0, "'a'.* panels per grid"),
         ],
     )
     def test_what_is_missing_is_named(self, left_out, token):

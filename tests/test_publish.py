@@ -326,7 +326,7 @@ def test_upload_that_is_cut_between_pairs_and_rankings(hub, client, published, t
 def test_upload_that_is_cut(hub, client, tmp_path):
     """The third file never arrives. The next run sends it and the others, and not the first two again."""
     hub.fault = lambda method, path: "cut" if method == "PUT" and len(hub.uploads) == 2 else None
-    with pytest.raises(ConnectionError, match=f"{hub.url}.*run the stage again"):
+    with pytest.raises(ConnectionError, match=f"{hub.url}.*Rerun the stage"):
         client(publish, folder=str(tmp_path), repo_id="tester/cut")
     assert sum(method == "PUT" for method, _ in hub.requests) == 2 + 6  # the client's own tries
     arrived = list(hub.uploads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a dataset of consistent and inconsistent pairs (Sec. 3.1 of the paper), with a module for each stage."""
+"""Building of a dataset of consistent and inconsistent pairs (Sec. 3.1 of the paper), with one module per stage."""
 
 from ..generation import generate_grids
 from ..utils.chat import ChatEndpoint, EndpointUnavailableError

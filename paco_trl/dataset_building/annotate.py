@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 4, by people: a Gradio app in which they rank the candidates of ranking instances."""
+"""Stage 4, by people: a Gradio app to rank the candidates of ranking instances."""
 
 import html
 import logging
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _INTRODUCTION = """# Which image is most consistent with the reference?
 You see one reference and several candidates. Rank the candidates: first the one that is most consistent with the
 reference, last the one that is least. Use the same name each time to resume where you stopped."""
-# Nothing is fetched from or sent to another server. Gradio's templates need `eval`
+# Blocks requests to other servers. Gradio's templates need `eval`
 _CONTENT_SECURITY_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'self'"
@@ -54,22 +54,24 @@ _CONTENT_SECURITY_POLICY = (
 )
 
 
-def shown_order(annotator: str, instance: str, count: int) -> list[int]:
-    """Return the order in which the candidates of an instance are shown."""
-    # By a hash: the same after a restart and in every tab, and different between annotators
+def display_order(annotator: str, instance: str, count: int) -> list[int]:
+    """Return the order in which to display the candidates of an instance."""
+    # By a hash, so that it is stable across restarts and tabs, but differs between annotators
     return sorted(range(count), key=lambda index: keyed_hash("candidate", annotator, instance, index))
 
 
 def next_instance(
-    annotator: str, names: Collection[str], done: Collection[str], counts: Mapping[str, int], needed: int
+    annotator: str, names: Collection[str], done: Collection[str], counts: Mapping[str, int], num_required: int
 ) -> str | None:
-    """Choose what an annotator ranks next: what has the fewest rankings, in an order of their own."""
-    left = [name for name in names if name not in done and counts.get(name, 0) < needed]
-    return min(left, key=lambda name: (counts.get(name, 0), keyed_hash("instance", annotator, name)), default=None)
+    """Select the next instance for an annotator: one with the fewest rankings, in the annotator's random order."""
+    candidates = [name for name in names if name not in done and counts.get(name, 0) < num_required]
+    return min(
+        candidates, key=lambda name: (counts.get(name, 0), keyed_hash("instance", annotator, name)), default=None
+    )
 
 
 class AnnotationWork:
-    """Instances and rankings of all annotators, on disk and in memory; rankings of judges do not count."""
+    """Instances, and the rankings of all annotators on disk and in memory. Rankings of judges do not count."""
 
     def __init__(
         self,
@@ -80,72 +82,74 @@ class AnnotationWork:
         annotations_per_instance: int = 3,
     ):
         if annotations_per_instance < 1:
-            raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}. It must be at least 1.")
+            raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}, but must be at least 1.")
         self.folder, self.annotations_per_instance = folder, annotations_per_instance
         self._lock = threading.Lock()
-        # Of the process that serves the directory: another one would not know the rankings that this one saves
+        # Only one process may serve the directory, since another would not see the rankings that this one saves
         self.file_lock = FileLock(folder.absolute().with_name(f".{folder.name}.lock"))
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
-        self._sha_of = column_by_id(panels, "sha256")
-        # The address of an image is the digest of its pixels: a browser may keep it, and it does not tell the seed
-        self.image_files = {self._sha_of[name]: image["path"] for name, image in column_by_id(panels, "image").items()}
-        # Of each annotator, by instance, in the order in which they were first ranked: this is the way back
-        self._done: dict[str, dict[str, tuple[int, ...] | None]] = {}
-        self._not_people = {AUTOMATIC}
+        self._sha256_by_panel = column_by_id(panels, "sha256")
+        # Images are addressed by the digest of their pixels, which browsers can cache, and which hides the seed
+        self.image_files = {
+            self._sha256_by_panel[name]: image["path"] for name, image in column_by_id(panels, "image").items()
+        }
+        # By annotator and instance, in the order of first ranking, for the button `Back`
+        self._rankings: dict[str, dict[str, tuple[int, ...] | None]] = {}
+        self._automatic_annotators = {AUTOMATIC}
         for annotation, has_scores in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
-            self._done.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
+            self._rankings.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
             if has_scores:
-                self._not_people.add(annotation.annotator)
+                self._automatic_annotators.add(annotation.annotator)
 
     def _check_name(self, annotator: Any) -> str:
-        if check_annotator(annotator) in self._not_people:
-            raise ValueError(f"The name {annotator!r} is that of an automatic ranking. Choose another one.")
+        if check_annotator(annotator) in self._automatic_annotators:
+            raise ValueError(f"The name {annotator!r} belongs to an automatic ranking. Choose another one.")
         return annotator
 
     def task(self, annotator: Any, instance: Any = None) -> dict[str, Any]:
-        """Return what an annotator is shown: an instance, or the next one if it does not exist."""
+        """Return the content of the page for an annotator: the instance, or the next one if it does not exist."""
         annotator = self._check_name(annotator)
         with self._lock:
-            done = dict(self._done.get(annotator, {}))
+            own_rankings = dict(self._rankings.get(annotator, {}))
             counts = Counter(
                 name
-                for other_annotator, rankings in self._done.items()
+                for other_annotator, rankings in self._rankings.items()
                 for name, ranks in rankings.items()
-                if other_annotator not in self._not_people and ranks is not None
+                if other_annotator not in self._automatic_annotators and ranks is not None
             )
-        needed = self.annotations_per_instance
+        num_required = self.annotations_per_instance
         if instance not in self._rows:
-            instance = next_instance(annotator, self._rows, done, counts, needed)
-        history = list(done)
-        history = history[: history.index(instance)] if instance in done else history
-        ranked = sum(ranks is not None for ranks in done.values())
-        finished = sum(min(count, needed) for count in counts.values()) / (needed * len(self._rows))
+            instance = next_instance(annotator, self._rows, own_rankings, counts, num_required)
+        history = list(own_rankings)
+        history = history[: history.index(instance)] if instance in own_rankings else history
+        num_ranked = sum(ranks is not None for ranks in own_rankings.values())
+        progress = sum(min(count, num_required) for count in counts.values()) / (num_required * len(self._rows))
         task = {
             "annotator": annotator,
             "instance": instance,
             "previous": history[-1] if history else None,
-            "ranked": ranked,
-            "skipped": len(done) - ranked,
-            "percent": int(100 * finished),
+            "ranked": num_ranked,
+            "skipped": len(own_rankings) - num_ranked,
+            "percent": int(100 * progress),
         }
         if instance is None:
             return task
-        row, ranks = self._rows[instance], done.get(instance)
+        row, ranks = self._rows[instance], own_rankings.get(instance)
         prompt = self._prompts[row["prompt_id"]]
-        shown = shown_order(annotator, instance, len(row["candidates"]))
+        order = display_order(annotator, instance, len(row["candidates"]))
         return task | {
             "theme": theme_of(prompt),
             "dimensions": prompt.get("dimensions") or list(DIMENSIONS),
-            "reference": f"/image/{self._sha_of[row['reference']]}",
-            "images": [f"/image/{self._sha_of[row['candidates'][index]]}" for index in shown],
-            # Places of the shown images, best first
-            "order": [] if ranks is None else sorted(range(len(shown)), key=lambda position: ranks[shown[position]]),
-            "was_skipped": instance in done and ranks is None,
+            "reference": f"/image/{self._sha256_by_panel[row['reference']]}",
+            "images": [f"/image/{self._sha256_by_panel[row['candidates'][index]]}" for index in order],
+            # Positions of the displayed images, best first
+            "order": [] if ranks is None else sorted(range(len(order)), key=lambda position: ranks[order[position]]),
+            "was_skipped": instance in own_rankings and ranks is None,
         }
 
     def save(self, annotator: Any, instance: Any, order: Any) -> None:
-        """Check an order of the shown images (`None` to skip the instance), and save it."""
+        """Check and save an order of the displayed images, or `None` to skip the instance."""
         annotator = self._check_name(annotator)
         if instance not in self._rows:
             raise ValueError(f"There is no instance {shorten(instance)}. Reload the page.")
@@ -156,16 +160,16 @@ class AnnotationWork:
         else:
             if len(order) != count:
                 raise ValueError(f"Rank all candidates: {count - len(order)} of {count} are left.")
-            ranks_of_ranking(order)  # checks it before its places are looked up
-            record["ranking"] = [shown_order(annotator, instance, count)[position] for position in order]
+            ranks_of_ranking(order)  # raises for an invalid order
+            record["ranking"] = [display_order(annotator, instance, count)[position] for position in order]
             ranks = ranks_of_ranking(record["ranking"])
         with self._lock:
             append_annotation(self.folder, record)
-            self._done.setdefault(annotator, {})[instance] = ranks
+            self._rankings.setdefault(annotator, {})[instance] = ranks
 
 
 @contextmanager
-def _shown_errors() -> Iterator[None]:
+def _display_errors() -> Iterator[None]:
     import gradio as gr
 
     try:
@@ -175,15 +179,15 @@ def _shown_errors() -> Iterator[None]:
         if isinstance(error, OSError):
             logger.error(f"Saving a ranking failed: {error}")
             message = f"The ranking was not saved: {error.strerror}."
-        # Gradio shows it as HTML
+        # Gradio displays it as HTML
         raise gr.Error(html.escape(message), duration=4, print_exception=False) from error
 
 
 def make_app(work: AnnotationWork) -> "Blocks":
-    """Build the app: a name first, then one instance after the other."""
+    """Build the app, which asks for a name, and then shows one instance at a time."""
     import gradio as gr
 
-    @_shown_errors()
+    @_display_errors()
     def show(annotator: str, instance: str | None = None, saved: str | None = None) -> list[Any]:
         task = work.task(annotator, instance) | {"saved": saved}
         is_task = task["instance"] is not None
@@ -202,7 +206,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
             return [gr.skip()] * 6
         return show(annotator, None if name else request.query_params.get("instance"))
 
-    @_shown_errors()
+    @_display_errors()
     def save(task: dict[str, Any]) -> list[Any]:
         work.save(task["annotator"], task["instance"], task["order"])
         return show(task["annotator"], saved=task["instance"])
@@ -231,12 +235,12 @@ def make_app(work: AnnotationWork) -> "Blocks":
 
 
 async def _same_origin_only(request: "Request", call_next: Any) -> "Response":
-    """Refuse requests from pages of another origin, and allow no content from elsewhere."""
+    """Reject requests from pages of other origins, and block content from elsewhere."""
     from starlette.responses import PlainTextResponse
 
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
-        return PlainTextResponse(f"The origin is {origin!r}: only the page itself may send rankings.", 403)
+        return PlainTextResponse(f"The origin is {origin!r}, but only the page itself may send rankings.", 403)
     response = await call_next(request)
     response.headers["Content-Security-Policy"] = _CONTENT_SECURITY_POLICY
     return response
@@ -257,17 +261,19 @@ def serve_annotation(
     from starlette.routing import Route
 
     if host in ("", "0.0.0.0", "::"):
-        raise ValueError(f"`host` is {host!r}, all addresses. Give the one by which annotators reach this machine.")
+        raise ValueError(
+            f"`host` is {host!r}, which means all addresses. Pass the one by which annotators reach this machine."
+        )
 
     def image(request: "Request") -> Response:
         path = work.image_files.get(request.path_params["sha256"])
         if path is None or not Path(path).is_file():
             return Response(status_code=404)
-        # Its address is made of its pixels: what is behind it never changes
+        # Immutable, since its address is a digest of its pixels
         return FileResponse(path, headers={"Cache-Control": "private, max-age=31536000, immutable"})
 
     if not is_loopback(host):
-        logger.warning(f"Everyone who reaches {host} can rank under any name: the app has no password.")
+        logger.warning(f"Everyone who reaches {host} can rank under any name, since the app has no password.")
     if refusal := take_lock(work.file_lock, "annotations", work.folder):
         raise ValueError(refusal)
     try:

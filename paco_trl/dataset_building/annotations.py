@@ -45,16 +45,16 @@ class Annotation(NamedTuple):
 
 
 def keyed_hash(*key: int | str) -> int:
-    """Compute a number that looks random and depends on its key alone."""
+    """Compute a pseudorandom number that only depends on its key."""
     return int.from_bytes(hashlib.sha256("\0".join(map(str, key)).encode("utf-8", "surrogatepass")).digest(), "big")
 
 
 def check_annotator(name: Any) -> str:
-    """Check the name of an annotator, which is also the name of a file."""
+    """Check the name of an annotator, which also names a file."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"The annotator's name is {shorten(name)}. It must have 1 to 40 letters (a to z), digits, `.`, `_` or "
-            "`-`, and not begin with `.`: it names a file."
+            f"The annotator's name is {shorten(name)}, but must have 1 to 40 letters (a to z), digits, `.`, `_` or "
+            "`-`, and not begin with `.`, since it names a file."
         )
     return name
 
@@ -62,12 +62,12 @@ def check_annotator(name: Any) -> str:
 def ranks_of_ranking(ranking: Sequence[int]) -> tuple[int, ...]:
     """Compute the rank of each candidate from their order (indices, best first): `(2, 3, 1)` for `[2, 0, 1]`."""
     if not is_permutation(ranking, len(ranking)):
-        raise ValueError(f"the ranking {shorten(ranking)} does not name each of its candidates exactly once.")
+        raise ValueError(f"the ranking {shorten(ranking)} does not list each candidate exactly once.")
     return tuple(ranking.index(candidate) + 1 for candidate in range(len(ranking)))
 
 
 def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
-    """Read the ranks of one record. The errors continue `<file>, line <number>: `."""
+    """Read the ranks of a record. Errors are worded to follow `<file>, line <number>: `."""
     if record.get("skipped") is True:
         return None
     ranking, ranks = record.get("ranking"), record.get("ranks")
@@ -76,12 +76,12 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     elif not isinstance(ranks, list) or not all(type(rank) is int and rank >= 1 for rank in ranks):
         raise ValueError(f"without a `ranking`, `ranks` must be a list of integers from 1, but is {shorten(ranks)}.")
     if len(ranks) != count:
-        raise ValueError(f"it ranks {len(ranks)} candidates, but the instance has {count}: the ranking is incomplete.")
+        raise ValueError(f"it ranks {len(ranks)} candidates, but the instance has {count}.")
     return tuple(ranks)
 
 
 def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iterator[tuple[Annotation, bool]]:
-    """Read annotations in the order of the files, and check each; the second value tells whether it has scores."""
+    """Read and check annotations in the order of the files; the second value is whether one has scores."""
     counts = {name: len(candidates) for name, candidates in column_by_id(instances, "candidates").items()}
     digests = column_by_id(instances, "digest")
     for path in paths:
@@ -91,7 +91,9 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
                 if instance not in counts:
                     raise ValueError(f"there is no instance {shorten(instance)}.")
                 if record.get("digest", digests[instance]) != digests[instance]:
-                    raise ValueError(f"the instance {instance!r} has other images than those ranked. Rank again.")
+                    raise ValueError(
+                        f"the images of the instance {instance!r} have changed since it was ranked. Rank it again."
+                    )
                 ranks = ranks_of_record(record, counts[instance])
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {line_number}: {error} Correct or delete it.") from error
@@ -100,14 +102,14 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
 
 def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
     """
-    Read annotations, and check each of them.
+    Read and check annotations.
 
     Args:
         paths (`Iterable[str | Path]`), instances ([`~datasets.Dataset`]):
-            Files of annotations; the ranking instances, with `id`, `candidates` and `digest`.
+            Files of annotations; ranking instances with `id`, `candidates` and `digest`.
 
     Returns:
-        `list[Annotation]`: the last one of each annotator and instance, ordered by annotator and instance.
+        `list[Annotation]`: the last annotation per annotator and instance, ordered by both.
     """
     last = {(item.annotator, item.instance): item for item, _ in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
@@ -115,26 +117,26 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
 
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
-    """Save a record in its annotator's file, flushed to disk. Fields that are not known are saved too, and not read."""
+    """Append a record to its annotator's file, and flush it to disk. Unknown fields are saved, but ignored."""
     append_lines(Path(folder) / f"{check_annotator(record.get('annotator'))}.jsonl", [record])
 
 
 def annotation_files(folder: str | Path, annotators: Sequence[str] | None = None) -> list[Path]:
-    """Find the files of annotations in a directory, of all annotators or of those named, ordered by name."""
+    """Find the annotation files of all or some annotators in a directory, ordered by name."""
     files = {path.stem: path for path in sorted(Path(folder).glob("*.jsonl"))}
     missing = [name for name in annotators or [] if name not in files]
     if not files or missing:
-        of_whom = f" of {missing}" if missing else ""
-        raise FileNotFoundError(f"There are no annotations{of_whom} in {folder}, only of {list(files)}. Rank first.")
+        whose = f" of {missing}" if missing else ""
+        raise FileNotFoundError(f"There are no annotations{whose} in {folder}, only of {list(files)}. Rank first.")
     return [files[name] for name in annotators or files]
 
 
 # ---- Votes and agreement ----
 
 
-# The paper takes the majority and discards ties, and does not say how votes on orders are counted (Sec. 3.1)
+# The paper takes the majority and discards ties, but does not say how it counts votes on orders (Sec. 3.1)
 class Vote(NamedTuple):
-    """Ranks by all annotators of one instance, and the result of their votes."""
+    """Ranks of an instance by all annotators, and the result of their votes."""
 
     ranks: Sequence[Sequence[int]]
     relation: tuple[tuple[int, ...], ...]
@@ -144,13 +146,13 @@ class Vote(NamedTuple):
 
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
-    """Count the votes on one instance: each annotator's rank of each candidate (1 is best, equal is tied)."""
+    """Count the votes on an instance, from each annotator's ranks of the candidates (1 is best, equal ranks are tied)."""
     candidates = range(len(ranks[0]))
-    # The sign of (annotators who put i before j) - (annotators who put j before i)
+    # Number of annotators who put i before j, minus the number who put j before i
     margins = [[sum((row[i] < row[j]) - (row[i] > row[j]) for row in ranks) for j in candidates] for i in candidates]
     relation = tuple(tuple((margin > 0) - (margin < 0) for margin in row) for row in margins)
     wins = [row.count(1) for row in relation]
-    # An order of n candidates has those who win n - 1, n - 2, ..., 0 times; no other relation has
+    # Only a strict order has candidates that win n - 1, n - 2, ..., 0 times
     is_permutation = sorted(wins) == list(candidates)
     return Vote(
         ranks,
@@ -167,12 +169,12 @@ def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
 
     if len(ranks) < 2 or len(ranks[0]) < 3 or all(len(set(row)) == 1 for row in ranks):
         return math.nan
-    # W is Friedman's statistic, over the number of annotators and that of candidates but one
+    # W is Friedman's statistic, over the number of annotators times the number of candidates minus one
     return float(friedmanchisquare(*zip(*ranks, strict=True)).statistic / (len(ranks) * (len(ranks[0]) - 1)))
 
 
 def count_agreement(ranks: Sequence[int], *other_ranks: Sequence[int]) -> tuple[int, int]:
-    """Count the pairs of candidates in the same order as the majority of `other_ranks` has them, and those neither ties."""
+    """Count the pairs in the order of the majority of `other_ranks`, and the pairs that neither side ties."""
     relation = majority_vote(other_ranks).relation
     signs = [relation[i][j] * (ranks[j] - ranks[i]) for i, j in itertools.combinations(range(len(ranks)), 2)]
     return sum(sign > 0 for sign in signs), sum(sign != 0 for sign in signs)
@@ -181,7 +183,7 @@ def count_agreement(ranks: Sequence[int], *other_ranks: Sequence[int]) -> tuple[
 def _fraction(counts: Iterable[tuple[int, int]]) -> float | None:
     counts = list(counts)
     total = sum(total for _, total in counts)
-    return sum(agreed for agreed, _ in counts) / total if total else None
+    return sum(num_agreed for num_agreed, _ in counts) / total if total else None
 
 
 def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
@@ -190,38 +192,40 @@ def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
 
     Args:
         annotations (`Sequence[Annotation]`):
-            Their annotations.
+            Annotations.
 
     Returns:
-        `dict`: `instances` and `instances_of_several` (ranked by two annotators or more); `kendalls_w`, its mean over
-        the latter; `pairwise_agreement`, the fraction of the pairs of candidates that two annotators put in the same
-        order (chance: 0.5); and `annotators`, for each one `ranked`, `skipped` and `agreement_with_others` (with the
-        majority of the others). What cannot be computed is `None`.
+        `dict`: `instances` and `instances_of_several` (ranked by at least two annotators); `kendalls_w`, its mean over the
+        latter; `pairwise_agreement`, the fraction of candidate pairs that two annotators put in the same order (chance:
+        0.5); and `annotators`, for each `ranked`, `skipped` and `agreement_with_others` (with their majority). Undefined
+        values are `None`.
     """
-    by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
+    ranks_by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
     for annotation in annotations:
         if annotation.ranks is not None:
-            by_instance.setdefault(annotation.instance, {})[annotation.annotator] = annotation.ranks
-    several = [list(ranks.values()) for ranks in by_instance.values() if len(ranks) > 1]
-    concordances = [value for value in map(kendalls_w, several) if not math.isnan(value)]
+            ranks_by_instance.setdefault(annotation.instance, {})[annotation.annotator] = annotation.ranks
+    shared_rankings = [list(ranks.values()) for ranks in ranks_by_instance.values() if len(ranks) > 1]
+    concordances = [value for value in map(kendalls_w, shared_rankings) if not math.isnan(value)]
     report: dict[str, Any] = {
-        "instances": len(by_instance),
-        "instances_of_several": len(several),
+        "instances": len(ranks_by_instance),
+        "instances_of_several": len(shared_rankings),
         "kendalls_w": sum(concordances) / len(concordances) if concordances else None,
         "pairwise_agreement": _fraction(
-            count_agreement(first, second) for ranks in several for first, second in itertools.combinations(ranks, 2)
+            count_agreement(first, second)
+            for ranks in shared_rankings
+            for first, second in itertools.combinations(ranks, 2)
         ),
         "annotators": {},
     }
     for name in sorted({annotation.annotator for annotation in annotations}):
-        ranked = {instance: ranks[name] for instance, ranks in by_instance.items() if name in ranks}
-        with_others = []
+        ranked = {instance: ranks[name] for instance, ranks in ranks_by_instance.items() if name in ranks}
+        agreement_counts = []
         for instance, ranks in ranked.items():
-            other_ranks = [theirs for annotator, theirs in by_instance[instance].items() if annotator != name]
-            with_others += [count_agreement(ranks, *other_ranks)] if other_ranks else []
+            other_ranks = [other for annotator, other in ranks_by_instance[instance].items() if annotator != name]
+            agreement_counts += [count_agreement(ranks, *other_ranks)] if other_ranks else []
         report["annotators"][name] = {
             "ranked": len(ranked),
             "skipped": sum(annotation.annotator == name for annotation in annotations) - len(ranked),
-            "agreement_with_others": _fraction(with_others),
+            "agreement_with_others": _fraction(agreement_counts),
         }
     return report

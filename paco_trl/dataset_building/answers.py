@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query a served model until each question has a usable answer, and stop early if none of its replies can be used."""
+"""Queries to a served model until each question has a usable answer, with an early stop if no reply is usable."""
 
 import logging
 import random
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 
 SAME_PROMPT = "the same as an earlier prompt"
-# Answers after which it is clear that there will be no usable one
+# Number of answers without a usable one after which to give up
 _MAX_UNUSABLE = 24
 
 
@@ -37,12 +37,12 @@ def ask_in_rounds(
     key_of: Callable[[Any, Any], str],
 ) -> tuple[dict[Any, list], dict[str, Any]]:
     """
-    Ask for the `wanted` number of texts of each name, at most `max_attempts` times, each with another seed. Returns the
-    texts, and a report on the replies.
+    Request the `wanted` number of texts per name, in at most `max_attempts` rounds with different seeds. Returns the texts,
+    and a report on the replies.
     """
-    # `request` gives the content of a question and the length of its answer, `read` what is usable in a reply and why the
-    # rest is not, both for the number of texts that are still lacking; of those with one key the first is taken. Replies are
-    # saved as they come, and used in the order of `wanted`: the result does not depend on which came first
+    # `request` returns the content of a question and the length of its answer. `read` returns the usable texts of a reply,
+    # and why others are not usable. Both get the number of missing texts. Of texts with the same key, the first is taken.
+    # Replies are saved immediately, but used in the order of `wanted`, so that the result does not depend on their order
     replies: dict[Any, list[Reply]] = defaultdict(list)
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))
@@ -50,12 +50,12 @@ def ask_in_rounds(
         read(name, reply, count)[0] for name, count in wanted.items() for reply in replies[name][:max_attempts]
     )
 
-    def sampled(name: Any, attempt: int, count: int) -> ChatRequest:
+    def build_request(name: Any, attempt: int, count: int) -> ChatRequest:
         content, max_tokens = request(name, count)
         key = random.Random(f"{seed}/{name}/{attempt}").getrandbits(31)
         return ChatRequest([{"role": "user", "content": content}], key, max_tokens, temperature=1.0)
 
-    def none_usable() -> ValueError:
+    def no_usable_error() -> ValueError:
         causes = sum(
             (read(name, reply, count)[1] for name, count in wanted.items() for reply in replies[name]), Counter()
         )
@@ -63,52 +63,54 @@ def ask_in_rounds(
         text, reason = replies[name][0]
         return ValueError(
             f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
-            f"({_listed(causes)}). The answer to {name!r}: {reason or shorten(text)}. Serve a model that follows "
+            f"({_format_causes(causes)}). The answer to {name!r}: {reason or shorten(text)}. Serve a model that follows "
             f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
     texts: dict[Any, list] = {name: [] for name in wanted}
-    used, rejected, dropped, seen = 0, Counter[str](), Counter[str](), set[str]()
+    num_requests, rejected, missing_causes, keys = 0, Counter[str](), Counter[str](), set[str]()
     for attempt in range(max_attempts):
-        asked = {name: count - len(texts[name]) for name, count in wanted.items() if count > len(texts[name])}
-        unsent = [name for name in asked if len(replies[name]) <= attempt]
+        remaining_counts = {
+            name: count - len(texts[name]) for name, count in wanted.items() if count > len(texts[name])
+        }
+        unsent = [name for name in remaining_counts if len(replies[name]) <= attempt]
         if unsent:
             endpoint.check()
             progress = {"total": len(unsent), "desc": f"Writing {purpose} (attempt {attempt + 1} of {max_attempts})"}
-            requests = (sampled(name, attempt, asked[name]) for name in unsent)
+            requests = (build_request(name, attempt, remaining_counts[name]) for name in unsent)
             with closing(endpoint.ask_all(requests)) as answers, tqdm(**progress) as bar:
                 for index, reply in answers:
                     name = unsent[index]
                     journal.append({"name": name, "reply": list(reply)})
                     replies[name].append(reply)
                     bar.update()
-                    has_usable = has_usable or bool(read(name, reply, asked[name])[0])
+                    has_usable = has_usable or bool(read(name, reply, remaining_counts[name])[0])
                     if not has_usable and sum(map(len, replies.values())) >= _MAX_UNUSABLE:
-                        raise none_usable()
-        dropped = Counter()
-        for name, count in asked.items():
+                        raise no_usable_error()
+        missing_causes = Counter()
+        for name, count in remaining_counts.items():
             usable, causes = read(name, replies[name][attempt], count)
-            dropped += causes
+            missing_causes += causes
             for text in usable:
-                if (key := key_of(name, text)) in seen:
-                    dropped[SAME_PROMPT] += 1
+                if (key := key_of(name, text)) in keys:
+                    missing_causes[SAME_PROMPT] += 1
                 else:
                     texts[name].append(text)
-                    seen.add(key)
-        used += len(asked)
-        rejected += dropped
+                    keys.add(key)
+        num_requests += len(remaining_counts)
+        rejected += missing_causes
     if not has_usable:
-        raise none_usable()
-    if dropped:
-        logger.warning(f"Some {purpose} could not be written and are left out: {_listed(dropped)}.")
-    counts = {"rejected": dict(rejected.most_common()), "left out": dict(dropped.most_common())}
-    return texts, {"requests": used, **counts}
+        raise no_usable_error()
+    if missing_causes:
+        logger.warning(f"Some {purpose} could not be written and are left out: {_format_causes(missing_causes)}.")
+    counts = {"rejected": dict(rejected.most_common()), "left out": dict(missing_causes.most_common())}
+    return texts, {"requests": num_requests, **counts}
 
 
-def _listed(causes: Counter[str]) -> str:
+def _format_causes(causes: Counter[str]) -> str:
     return "; ".join(f"{count} x {cause}" for cause, count in causes.most_common())
 
 
 def cause_of(reply: Reply) -> str:
-    """Return why a reply has no text, without details, so that equal causes are counted together."""
+    """Return why a reply has no text, without details, so that equal causes can be counted."""
     return str(reply.reason).partition(" (")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the card of a dataset from its data: contents, method, use."""
+"""Cards of datasets: contents, method and use, from the data."""
 
 import re
 from collections import Counter
@@ -56,7 +56,7 @@ def dataset_card(
     generator: str | None = None,
     is_generators_license: bool = False,
 ) -> DatasetCard:
-    """Render the card, without the metadata that `push_to_hub` writes; sections appear only when they have content."""
+    """Render the card, without the metadata that `push_to_hub` writes. Sections without content are left out."""
     report = {stage: dict(values) for stage, values in report.items() if values}
     ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
     title = repo_id.split("/")[-1]
@@ -101,9 +101,9 @@ def dataset_card(
 
 def _table(columns: Mapping[str, Sequence[Any]]) -> str:
     """Format a table of the columns that have values."""
-    filled = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    rows = zip(*filled.values(), strict=True)
-    return markdown_table(filled, [["-" if cell is None else cell for cell in row] for row in rows])
+    nonempty = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    rows = zip(*nonempty.values(), strict=True)
+    return markdown_table(nonempty, [["-" if cell is None else cell for cell in row] for row in rows])
 
 
 def _percent(fraction: float | None) -> str | None:
@@ -111,32 +111,36 @@ def _percent(fraction: float | None) -> str | None:
 
 
 def _category_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format a table of categories, the most frequent first, where they are known."""
+    """Format a table of categories, the most frequent first, if there are any."""
     names = [name for name, _ in sum((split["categories"] for split in splits.values()), Counter()).most_common()]
-    counts = {f"pairs ({part})": [split["categories"][name] for name in names] for part, split in splits.items()}
+    counts = {
+        f"pairs ({split_name})": [split["categories"][name] for name in names] for split_name, split in splits.items()
+    }
     return _table({"category": names, **counts}) if names else ""
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value of a report; empty if there is nothing to report."""
     if value is None or isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):  # a digest of inputs
         return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {text}" for name, text in _named(value).items())
+        return ", ".join(f"{name} {text}" for name, text in _format_values(value).items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(filter(None, map(_value, value))) if len(value) <= 16 else f"{len(value)} values"
+        return ", ".join(filter(None, map(_format_value, value))) if len(value) <= 16 else f"{len(value)} values"
     return markdown_text(public_text(str(value)))
 
 
-def _named(values: Mapping[str, Any]) -> dict[str, str]:
-    """Format the values of a report that have something to report."""
-    texts = {markdown_text(public_text(str(name))).replace("_", " "): _value(value) for name, value in values.items()}
+def _format_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Format the nonempty values of a report."""
+    texts = {
+        markdown_text(public_text(str(name))).replace("_", " "): _format_value(value) for name, value in values.items()
+    }
     return {name: text for name, text in texts.items() if text}
 
 
-def _facts(values: Mapping[str, Any], *shown: str) -> str:
-    """List the values of a stage other than those that the card shows elsewhere."""
-    rest = {name: value for name, value in values.items() if name not in shown}
-    return "".join(f"- {name}: {text}\n" for name, text in _named(rest).items()) + "\n"
+def _facts(values: Mapping[str, Any], *excluded: str) -> str:
+    """List the values of a stage, except those that the card shows elsewhere."""
+    other_values = {name: value for name, value in values.items() if name not in excluded}
+    return "".join(f"- {name}: {text}\n" for name, text in _format_values(other_values).items()) + "\n"

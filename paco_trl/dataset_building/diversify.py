@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversify prompts: select those that best represent all of them, no two of them nearly the same."""
+"""Selection of prompts that best represent all prompts, without near-duplicates."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from ..utils.names import check_model_name
 
 logger = logging.getLogger(__name__)
 
-# Similarities are integer ten-thousandths: their sums depend neither on the order nor on the last bits of a product,
+# Similarities are integer ten-thousandths, so that their sums do not depend on the order, nor on the last bits of products,
 # which change with the number of threads
 _SCALE = 10_000
 _RANDOM_SEED = 0
@@ -27,8 +27,8 @@ def diversify(
     embeddings: np.ndarray, num_selected: int, duplicate_threshold: float = 0.95
 ) -> tuple[list[int], dict[str, Any]]:
     """
-    Select rows of unit vectors (n, d) that cover all others, no two near-duplicates; (n, n) numbers are in memory. Returns
-    them in the order of selection, the first m being the selection of m, and how well they represent the rest.
+    Select rows of unit vectors (n, d) that represent all others, without near-duplicates, with O(n^2) memory. Returns them
+    in the order of selection, so that the first m are the selection of m, and a report of their coverage.
     """
     total = len(embeddings)
     if not 1 <= num_selected <= total:
@@ -38,27 +38,29 @@ def diversify(
     similarities = np.maximum(np.rint(embeddings @ embeddings.T * np.float32(_SCALE)), 0).astype(np.int16)  # (n, n)
     np.fill_diagonal(similarities, _SCALE)
 
-    nearest = np.zeros(total, dtype=np.int16)  # (n,) similarity to the selected row nearest to each
-    added = similarities.sum(axis=0, dtype=np.int64)  # (n,) what each row would add to the selection
-    is_open = np.ones(total, dtype=bool)  # (n,)
+    nearest = np.zeros(total, dtype=np.int16)  # (n,) similarity of each row to the nearest selected one
+    gains = similarities.sum(axis=0, dtype=np.int64)  # (n,) increase of the total similarity if a row were selected
+    is_available = np.ones(total, dtype=bool)  # (n,)
     selected: list[int] = []
     while len(selected) < num_selected:
-        if not is_open.any():
-            raise ValueError(f"After {len(selected)} of {num_selected} rows all are near-duplicates. Select fewer.")
-        row = int(np.where(is_open, added, -1).argmax())  # ties by row
+        if not is_available.any():
+            raise ValueError(
+                f"After {len(selected)} of {num_selected} rows, all others are near-duplicates. Select fewer."
+            )
+        row = int(np.where(is_available, gains, -1).argmax())  # ties by row
         selected.append(row)
-        is_open &= similarities[row] < _threshold(duplicate_threshold)
+        is_available &= similarities[row] < _threshold(duplicate_threshold)
         before, nearest = nearest, np.maximum(nearest, similarities[row])
-        changed = nearest > before  # (n,)
-        for similar, old, new in zip(similarities[changed], before[changed], nearest[changed], strict=True):
-            added -= np.maximum(similar - old, 0) - np.maximum(similar - new, 0)
+        is_nearer = nearest > before  # (n,)
+        for similar, old, new in zip(similarities[is_nearer], before[is_nearer], nearest[is_nearer], strict=True):
+            gains -= np.maximum(similar - old, 0) - np.maximum(similar - new, 0)
 
     def coverage(nearest: np.ndarray) -> float:
         return round(float((nearest >= _threshold(_COVERAGE_THRESHOLD)).mean()), 4)
 
     random_rows = np.random.default_rng(_RANDOM_SEED).permutation(total)[:num_selected]
     return selected, {
-        "near-duplicates left out": int(total - is_open.sum()) - len(selected),
+        "near-duplicates left out": int(total - is_available.sum()) - len(selected),
         "coverage threshold": _COVERAGE_THRESHOLD,
         "coverage": coverage(nearest),
         "coverage of random ones": coverage(similarities[random_rows].max(axis=0)),
@@ -78,12 +80,12 @@ def embed_texts(model: str | Path, texts: list[str]) -> np.ndarray:
     except ImportError as error:
         raise ImportError('Embeddings need sentence-transformers: pip install "paco_trl[embeddings]".') from error
     check_model_name(model)
-    # Pickled weights are not loaded, and no code of the model is run
+    # Neither load pickled weights, nor run code from the model
     options = {"dtype": "float32", "use_safetensors": True}
     encoder = SentenceTransformer(str(model), device=str(PartialState().device), model_kwargs=options)
     limit = encoder.max_seq_length or math.inf
-    if cut := sum(len(ids) > limit for ids in encoder.tokenizer(texts, verbose=False)["input_ids"]):
-        logger.warning(f"{cut} of {len(texts)} texts are longer than the {limit} tokens that {model} reads.")
+    if num_truncated := sum(len(ids) > limit for ids in encoder.tokenizer(texts, verbose=False)["input_ids"]):
+        logger.warning(f"{num_truncated} of {len(texts)} texts are longer than the {limit} tokens that {model} reads.")
     embeddings = encoder.encode(texts, batch_size=64, normalize_embeddings=True, show_progress_bar=True)
     if not np.isfinite(embeddings).all():
         raise ValueError(f"Embeddings of {model} are not finite. Check its weights.")
@@ -94,15 +96,15 @@ def diversify_prompts(
     dataset: Dataset, model: str | Path, num_selected: int, duplicate_threshold: float = 0.95
 ) -> tuple[Dataset, dict[str, Any]]:
     """
-    Select image-set prompts that cover all others, no two of them near-duplicates, by greedy facility location.
+    Select image-set prompts that represent all others, without near-duplicates, by greedy facility location.
 
-    The theme and the texts of the panels are embedded, without the panel markers.
+    Embeds the theme and the texts of the panels, without panel markers.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Image-set prompts.
         model (`str` or `Path`):
-            Hub id or directory of a model that sentence-transformers loads (the extra `embeddings`).
+            Hub id or directory of a sentence-transformers model (the extra `embeddings`).
         num_selected (`int`):
             Number of prompts to select.
         duplicate_threshold (`float`, *optional*, defaults to `0.95`):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Stage 5: build the dataset from annotations, as pairs in two splits, held-out rankings, and a report.
+Stage 5: build the dataset from annotations: pairs in two splits, held-out rankings, and a report.
 
-The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives and negatives"; for the rule here see
-"Pairs" in docs/build_dataset.md.
+The paper (Sec. 3.1 of https://arxiv.org/abs/2512.04784) says "clear positives and negatives"; see "Pairs" in
+docs/build_dataset.md for our rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from .panels import instances_to_rankings
 
 
 class Decision(NamedTuple):
-    """Votes of all instances on two panels."""
+    """Votes of all instances on a pair of panels."""
 
     first: str
     second: str
@@ -42,7 +42,7 @@ def vote_on_instances(annotations: Sequence[Annotation]) -> dict[str, Vote]:
 def decide_pairs(
     instances: Sequence[Mapping[str, Any]], votes: Mapping[str, Vote], num_negatives: int = 1, seed: int = 0
 ) -> list[Decision]:
-    """Add up the votes on each pair of panels."""
+    """Sum the votes on each pair of panels."""
     decisions: dict[frozenset[str], Decision] = {}
 
     def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
@@ -72,7 +72,7 @@ def built_pair_features() -> Features:
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
-    """Build the pairs of decisions; those with as many votes for Yes as for No are left out."""
+    """Build pairs from decisions, without those that have as many votes for Yes as for No."""
     images, hashes = column_by_id(panels, "image"), column_by_id(panels, "sha256")
     decided = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
@@ -111,57 +111,57 @@ def build_pairs(
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
-            Results of the earlier stages.
+            Outputs of the earlier stages.
         annotations (`Sequence[Annotation]`):
-            The annotations of one or several annotators.
+            Annotations of one or several annotators.
         num_negatives (`int`, *optional*, defaults to `1`):
-            Largest number of inconsistent pairs of an instance, where several candidates are tied at the bottom.
+            Most inconsistent pairs per instance, if several candidates are tied as the worst.
         test_size (`float`, *optional*, defaults to `0.1`):
-            Fraction of the prompts that are held out. (The paper holds out 9 % of the instances, which share images.)
+            Fraction of prompts to hold out. (The paper holds out 9 % of the instances, which share images.)
         max_rankings (`int`, *optional*, defaults to `3136`):
-            Largest number of held-out rankings (paper), chosen at random with the seed; `None` for all.
+            Most held-out rankings (as in the paper), a random sample. If `None`, all.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the split and of all choices.
+            Seed of the split and of all samples.
 
     Returns:
-        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, `train` and, unless `test_size` is 0, `test`; the
-        rankings of the held-out prompts whose candidates the majority puts in one order, or `None`; and the report:
+        `tuple[DatasetDict, Dataset | None, dict]`: the pairs, with `train` and, unless `test_size` is 0, `test`; the
+        rankings of held-out prompts for which the majority gives a strict order, or `None`; and the report:
 
-        - `instances`, and `votes`: how many of them are `ranked` and `ordered` (all candidates in one order);
-        - dropped pairs: `contradictions` (as many votes for Yes as for No), `same_image_twice`;
+        - `instances`, and `votes`, the number of `ranked` instances and of `ordered` ones (with a strict order);
+        - dropped pairs: `contradictions` (as many votes for Yes as for No), and `same_image_twice`;
         - `splits` (each with `pairs`, `consistent` and `prompts`) and `held_out_rankings`.
     """
     rows = list(instances.with_format(None))
     votes = vote_on_instances(annotations)
-    ordered = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}
+    order_by_instance = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}
     hashes = column_by_id(panels, "sha256")
     decided = decide_pairs(rows, votes, num_negatives, seed)
-    # The same image twice (two flat grids, for example) would be a lie or a triviality
+    # Pairs of the same image (of two flat grids, for example) would be wrong or trivial
     decisions = [pair for pair in decided if hashes[pair.first] != hashes[pair.second]]
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
-        "votes": {"ranked": len(votes), "ordered": len(ordered)},
+        "votes": {"ranked": len(votes), "ordered": len(order_by_instance)},
         "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
         "same_image_twice": len(decided) - len(decisions),
     }
     if len(pairs) == 0:
-        raise ValueError(f"{len(annotations)} annotations give no pair: {report}. Rank more.")
+        raise ValueError(f"{len(annotations)} annotations give no pairs: {report}. Rank more instances.")
 
-    texts, used = column_by_id(prompts, "prompt"), set(pairs["group"][:])
+    texts, paired_prompts = column_by_id(prompts, "prompt"), set(pairs["group"][:])
     images: dict[str, set[str]] = {}
     for name, prompt_id in column_by_id(panels, "prompt_id").items():
         images.setdefault(prompt_id, set()).add(hashes[name])
-    groups = connected_prompts({name: text for name, text in texts.items() if name in used}, images)
+    groups = connected_prompts({name: text for name, text in texts.items() if name in paired_prompts}, images)
     held_out = split_prompts(groups, test_size, seed)
 
     rows_by_split: dict[str, list[int]] = {"train": [], "test": []}
     for number, group in enumerate(pairs["group"][:]):
         rows_by_split["test" if group in held_out else "train"].append(number)
     splits = DatasetDict({name: pairs.select(numbers) for name, numbers in rows_by_split.items() if numbers})
-    names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in ordered]
+    names = [row["id"] for row in rows if row["prompt_id"] in held_out and row["id"] in order_by_instance]
     names = sorted(names, key=lambda name: keyed_hash(seed, name))[:max_rankings]
-    orders = {name: ordered[name] for name in names}
+    orders = {name: order_by_instance[name] for name in names}
     rankings = instances_to_rankings(instances, panels, prompts, orders) if orders else None
 
     report["splits"] = {
@@ -177,34 +177,34 @@ def build_pairs(
 
 
 def connected_prompts(prompts: Mapping[str, str], images: Mapping[str, set[str]]) -> list[list[str]]:
-    """Group the prompts that must stay together: those with the same text or a shared image."""
+    """Group prompts that must be in the same split, because they share a text or an image."""
     from scipy.cluster.hierarchy import DisjointSet
 
     groups = DisjointSet(prompts)
-    first_with: dict[tuple[str, str], str] = {}
+    first_prompt_with: dict[tuple[str, str], str] = {}
     for name, text in prompts.items():
         for content in [("text", normalized(text)), *(("image", image) for image in sorted(images.get(name, ())))]:
-            groups.merge(first_with.setdefault(content, name), name)
+            groups.merge(first_prompt_with.setdefault(content, name), name)
     order = {name: number for number, name in enumerate(prompts)}
-    connected = [sorted(group, key=order.__getitem__) for group in groups.subsets()]
-    return sorted(connected, key=lambda group: order[group[0]])
+    sorted_groups = [sorted(group, key=order.__getitem__) for group in groups.subsets()]
+    return sorted(sorted_groups, key=lambda group: order[group[0]])
 
 
 def split_prompts(groups: list[list[str]], test_size: float, seed: int) -> set[str]:
-    """Choose the held-out prompts."""
+    """Select the held-out prompts."""
     if not 0 <= test_size < 1:
-        raise ValueError(f"`test_size` is {test_size}, but must be a fraction of the prompts: from 0 to below 1.")
+        raise ValueError(f"`test_size` is {test_size}, but must be a fraction of the prompts, at least 0 and below 1.")
     total = sum(map(len, groups))
     if test_size == 0:
         return set()
-    wanted = max(1, round(test_size * total))
-    chosen: set[str] = set()
+    num_held_out = max(1, round(test_size * total))
+    held_out: set[str] = set()
     for group in sorted(groups, key=lambda group: keyed_hash(seed, group[0])):
-        if len(chosen) + len(group) <= min(wanted, total - 1):
-            chosen.update(group)
-    if not chosen:
+        if len(held_out) + len(group) <= min(num_held_out, total - 1):
+            held_out.update(group)
+    if not held_out:
         raise ValueError(
-            f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image have more. "
+            f"`test_size` is {test_size} of {total} prompts, but all groups that share a text or image are larger. "
             "Generate more prompts, or set it to 0."
         )
-    return chosen
+    return held_out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3: cut grids into panels, each stored once, and combine panels (by id) into ranking instances."""
+"""Stage 3: cut grids into panels, stored once, and combine them (by id) into ranking instances."""
 
 import itertools
 import os
@@ -22,19 +22,19 @@ from ..utils.stage_folder import StageFolder
 
 def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
     """
-    Cut grids into their panels, and save each of them once. Interrupted runs resume automatically.
+    Cut grids into panels, and save each panel once. Interrupted runs resume automatically.
 
     Args:
         grids ([`~datasets.Dataset`]):
-            The grids, given by path: `id`, `prompt_id`, `seed`, `rows`, `cols`, `image`. Panels keep the mode of their
-            grid; palettes are resolved.
+            Grids with `id`, `prompt_id`, `seed`, `rows`, `cols` and `image` (a path). Panels keep the mode of their grid,
+            but palettes are resolved.
         folder ([`StageFolder`]):
-            Directory of the stage. Its settings should have a digest of the grids.
+            Directory of the stage. Its settings should include a digest of the grids.
 
     Returns:
         [`~datasets.Dataset`]: the panels in the order of the grids, row by row: `id` (`"<prompt
-        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image`, a
-        path.
+        id>/<seed>/<position>"`), `prompt_id`, `seed`, `position`, `sha256` (of size, mode and pixels) and `image` (a
+        path).
     """
     rows = list(grids.with_format(None).cast_column("image", ImageFeature(decode=False)))
     journal = folder.journal("panels")
@@ -46,10 +46,12 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
         ]
         for grid in rows
     }
-    todo = [grid for grid in rows if grid["id"] not in hashes or not all(map(os.path.isfile, paths[grid["id"]]))]
+    pending_grids = [
+        grid for grid in rows if grid["id"] not in hashes or not all(map(os.path.isfile, paths[grid["id"]]))
+    ]
     with ThreadPoolExecutor(2) as pool:  # Pillow and hashlib release the GIL
-        cut = pool.map(lambda grid: _cut(grid, paths[grid["id"]]), todo)
-        for grid, sha256 in zip(tqdm(todo, desc="Cutting panels", unit="grid"), cut, strict=True):
+        digest_iterator = pool.map(lambda grid: _cut_grid(grid, paths[grid["id"]]), pending_grids)
+        for grid, sha256 in zip(tqdm(pending_grids, desc="Cutting panels", unit="grid"), digest_iterator, strict=True):
             journal.append({"grid": grid["id"], "sha256": sha256})
             hashes[grid["id"]] = sha256
 
@@ -58,8 +60,8 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
         for grid in rows
         for position, path in enumerate(paths[grid["id"]])
     ]
-    kinds = {"seed": "int64", "position": "int64", "sha256": "string", "image": "image"}
-    dataset = typed_dataset(panels, id="string", prompt_id="string", **kinds)
+    types = {"seed": "int64", "position": "int64", "sha256": "string", "image": "image"}
+    dataset = typed_dataset(panels, id="string", prompt_id="string", **types)
     report = {
         "prompts": len({grid["prompt_id"] for grid in rows}),
         "seeds": list(dict.fromkeys(grid["seed"] for grid in rows)),
@@ -71,12 +73,12 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
     return dataset
 
 
-def _cut(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
-    """Cut and save the panels of one grid; return their digests."""
+def _cut_grid(grid: Mapping[str, Any], paths: list[str]) -> list[str]:
+    """Cut a grid, save its panels, and return their digests."""
     path = grid["image"]["path"]
     with reading(f"The grid {grid['id']!r} ({path})", "Rerun the stage `grids`"), Image.open(path) as image:
         image.load()
-        # The pixels of a palette image say nothing without the palette
+        # Panels cannot be compared by palette indices
         panels = split_grid(image.convert() if image.mode == "P" else image, grid["rows"], grid["cols"])
     for panel, path in zip(panels, paths, strict=True):
         write_atomically(path, to_png(panel))
@@ -87,16 +89,16 @@ def make_instances(panels: Dataset) -> Dataset:
     """
     Combine panels into ranking instances.
 
-    The reference is any panel; its candidates are the panels at one other position, of all grids of the prompt. A
-    prompt with `P` panels and `S` seeds has `S * P * (P - 1)` instances with `S` candidates: 48 for 4 panels and
-    seeds.
+    Each panel is a reference, once for each other position; its candidates are the panels at that position in all grids of
+    the prompt. With `P` panels and `S` seeds, a prompt has `S * P * (P - 1)` instances of `S` candidates, 48 for 4 panels
+    and 4 seeds.
 
     Args:
         panels ([`~datasets.Dataset`]):
-            The panels: `id`, `prompt_id`, `seed`, `position`, `sha256`. Images are not read.
+            Panels with `id`, `prompt_id`, `seed`, `position` and `sha256`. Images are not read.
 
     Returns:
-        [`~datasets.Dataset`]: by prompt, seed, position and other position: `id` (`"<prompt
+        [`~datasets.Dataset`]: the instances by prompt, seed, position and other position: `id` (`"<prompt
         id>/<seed>/<position>/<other position>"`), `prompt_id`, `reference` (id of a panel), `candidates` (ids, by
         seed) and `digest` (of their images).
     """
@@ -113,7 +115,7 @@ def make_instances(panels: Dataset) -> Dataset:
         if missing or len(seeds) < 2 or len(positions) < 2:
             raise ValueError(
                 f"The prompt {prompt_id!r} lacks the panels {missing[:4]} (seed, position), or has fewer than two "
-                "seeds or panels a grid. Generate the same seeds for all, or leave it out."
+                "seeds or panels per grid. Generate the same seeds for all prompts, or leave it out."
             )
         for seed, position, candidate_position in itertools.product(seeds, positions, positions):
             if position != candidate_position:
@@ -122,14 +124,14 @@ def make_instances(panels: Dataset) -> Dataset:
                 images = [digests[panel] for panel in (reference, *candidates)]
                 name = f"{prompt_id}/{seed}/{position}/{candidate_position}"
                 rows.append((name, prompt_id, reference, candidates, digest(images)[:16]))
-    kinds = {"reference": "string", "candidates": ["string"], "digest": "string"}
-    return typed_dataset(rows, id="string", prompt_id="string", **kinds)
+    types = {"reference": "string", "candidates": ["string"], "digest": "string"}
+    return typed_dataset(rows, id="string", prompt_id="string", **types)
 
 
 def instances_to_rankings(
     instances: Dataset, panels: Dataset, prompts: Dataset, rankings: Mapping[str, Sequence[int]]
 ) -> Dataset:
-    """Convert ranked instances (id -> candidates, best first) to the rankings format; no image is copied."""
+    """Convert ranked instances (id -> candidates, best first) to the format of rankings, without copying images."""
     paths = column_by_id(panels, "image")
     names = [name for name in ("id", "prompt", "theme", "criteria") if name in prompts.column_names]
     prompt_rows = {row["id"]: row for row in prompts.with_format(None).select_columns(names)}

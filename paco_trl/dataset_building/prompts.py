@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 1: write image-set prompts with a language model, spread evenly over categories and layouts."""
+"""Stage 1: write image-set prompts with a language model, evenly over categories and layouts."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from .answers import TEMPLATES, ask_in_rounds, cause_of
 
 
 class Category(NamedTuple):
-    """Kind of image set: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
+    """Category of image sets: its name and group, and the dimensions (keys of `DIMENSIONS`) that its images share."""
 
     name: str
     group: str
@@ -26,14 +26,14 @@ class Category(NamedTuple):
 
 
 _DATA = json.loads(read_template("categories.json"))
-# Dimension -> its meaning, as LLMs and VLMs are told
+# Dimension -> its description for LLMs and VLMs
 DIMENSIONS: dict[str, str] = _DATA["dimensions"]
-# Of the paper
+# The paper's categories
 CATEGORIES = tuple(Category(name, group, tuple(dimensions)) for name, group, dimensions in _DATA["categories"])
 
-# Prompts of a request: the model makes those of one answer different from each other
+# Prompts per request, which the model makes different from each other
 _PROMPTS_PER_REQUEST = 4
-# Length of an answer: a panel takes about 60 tokens, the theme about 100
+# Token limits of an answer: a panel takes about 60 tokens, a theme about 100
 _TOKENS_PER_PANEL = 160
 _TOKENS_PER_THEME = 320
 
@@ -49,12 +49,12 @@ MARKERS = "a panel marker or a layout inside a text"
 
 
 class _Batch(NamedTuple):
-    """Prompts of one category and layout that are requested together."""
+    """Prompts of the same category and layout, requested together."""
 
     category: Category
     rows: int
     cols: int
-    slots: list[int]  # places of the prompts in the result
+    slots: list[int]  # indices of the prompts in the result
 
 
 def write_prompts(
@@ -69,44 +69,48 @@ def write_prompts(
     """
     Write image-set prompts with a language model, the same number for each category and layout (give or take one).
 
-    Answers are checked: JSON, the number of panels, no empty text, no panel marker inside a text, no prompt twice.
-    What fails is requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs
-    resume automatically; the result does not depend on the order of the answers.
+    Answers are checked for JSON, the number of panels, empty texts, panel markers inside texts, and repeated prompts.
+    Failures are requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs resume
+    automatically, and the result does not depend on the order of the answers.
 
     Args:
         endpoint ([`ChatEndpoint`]):
-            The model.
+            Language model.
         folder ([`StageFolder`]):
-            Directory of the stage. Its settings name the model and the other arguments.
+            Directory of the stage. Its settings should include the model and the other arguments.
         num_prompts (`int`):
             Number of prompts.
         categories (`Sequence[str]`, *optional*):
-            Names of the categories, see `CATEGORIES`; all if `None`.
+            Names of the categories, see `CATEGORIES`. If `None`, all.
         layouts (`Sequence[tuple[int, int]]`, *optional*, defaults to `((2, 2),)`):
             Rows and columns of the grids.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the requests.
         max_attempts (`int`, *optional*, defaults to `3`):
-            How often a prompt is requested.
+            Attempts per prompt.
 
     Returns:
         [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `folder`.
 
     Raises:
-        ValueError: If no answer can be used; the error has an example.
-        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are saved.
+        ValueError: If no answer is usable. The error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
     if folder.is_done:
         return folder.load()
     if num_prompts < 1 or max_attempts < 1:
-        raise ValueError(f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; both must be at least 1.")
-    known = {category.name: category for category in CATEGORIES}
-    names = list(known if categories is None else categories)
-    if not names or not set(names) <= set(known):
-        raise ValueError(f"`categories` is {names}, but must be some of: {', '.join(known)}; or `None` for all.")
+        raise ValueError(
+            f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; but both must be at least 1."
+        )
+    category_by_name = {category.name: category for category in CATEGORIES}
+    names = list(category_by_name if categories is None else categories)
+    if not names or not set(names) <= set(category_by_name):
+        raise ValueError(
+            f"`categories` is {names}, but must be some of {', '.join(category_by_name)}, or `None` for all."
+        )
     if not layouts or any(rows < 1 or rows * cols < 2 for rows, cols in layouts):
-        raise ValueError(f"`layouts` is {layouts}, but each must have two panels or more, such as (2, 2).")
-    batches = _plan(num_prompts, [known[name] for name in names], list(layouts))
+        raise ValueError(f"`layouts` is {layouts}, but each must have at least two panels, such as (2, 2).")
+    batches = _plan(num_prompts, [category_by_name[name] for name in names], list(layouts))
 
     def request(batch_number: int, count: int) -> tuple[str, int]:
         batch = batches[batch_number]
@@ -140,47 +144,47 @@ def write_prompts(
                 "category": category.name,
                 "dimensions": list(category.dimensions),
             }
-    of_category = dict(Counter(row["category"] for row in rows.values()))
-    report = {"asked for": num_prompts, "written": len(rows), **report, "of each category": of_category}
+    counts = dict(Counter(row["category"] for row in rows.values()))
+    report = {"asked for": num_prompts, "written": len(rows), **report, "of each category": counts}
     folder.finish(Dataset.from_list([rows[slot] for slot in sorted(rows)]), report)
     return folder.load()
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:
-    """Assign a category and a layout to each slot of the result, and group equal ones into requests."""
-    slots_of: dict[tuple[int, int], list[int]] = {}
+    """Assign a category and a layout to each slot of the result, and group equal slots into requests."""
+    slots_by_type: dict[tuple[int, int], list[int]] = {}
     for slot in range(num_prompts):
-        turn, category = divmod(slot, len(categories))
-        # Shifted by the category, so that layouts are even too where a category has few prompts
-        slots_of.setdefault((category, (turn + category) % len(layouts)), []).append(slot)
+        round_number, category = divmod(slot, len(categories))
+        # Shifted by the category, so that layouts are also even if categories have few prompts
+        slots_by_type.setdefault((category, (round_number + category) % len(layouts)), []).append(slot)
     return [
         _Batch(categories[category], *layouts[layout], slots[start : start + _PROMPTS_PER_REQUEST])
-        for (category, layout), slots in sorted(slots_of.items())
+        for (category, layout), slots in sorted(slots_by_type.items())
         for start in range(0, len(slots), _PROMPTS_PER_REQUEST)
     ]
 
 
 def _read(reply: Reply, batch: _Batch, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
-    """Return the usable prompts of an answer, and why the others of the `count` requested are not."""
+    """Return the usable prompts of an answer, and the causes why others of the `count` requested ones are not."""
     if reply.text is None:
         return [], Counter({cause_of(reply): count})
     text = reply.text.strip()
-    fenced = _CODE_FENCE.fullmatch(text)
+    code_block = _CODE_FENCE.fullmatch(text)
     try:
-        entries = json.loads(fenced[1] if fenced else text)["prompts"]
+        entries = json.loads(code_block[1] if code_block else text)["prompts"]
     except (ValueError, KeyError, TypeError, RecursionError):
         entries = None
     if type(entries) is not list:
         return [], Counter({NO_JSON: count})
-    checked = [_checked(entry, batch.rows, batch.cols) for entry in entries[:count]]
-    causes = Counter(entry for entry in checked if isinstance(entry, str))
+    results = [_check_prompt(entry, batch.rows, batch.cols) for entry in entries[:count]]
+    causes = Counter(entry for entry in results if isinstance(entry, str))
     if len(entries) < count:
         causes[TOO_FEW] += count - len(entries)
-    return [entry for entry in checked if not isinstance(entry, str)], causes
+    return [entry for entry in results if not isinstance(entry, str)], causes
 
 
-def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
-    """Return theme and panels of a prompt, or why it cannot be used."""
+def _check_prompt(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
+    """Return the theme and panels of a prompt, or why it is not usable."""
     if not isinstance(entry, dict) or not isinstance(entry.get("panels"), list):
         return NO_JSON
     if len(entry["panels"]) != rows * cols:
@@ -188,9 +192,9 @@ def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
     texts = [entry.get("theme"), *entry["panels"]]
     if not all(isinstance(text, str) for text in texts):
         return NO_JSON
-    # On one line, without halves of a pair of code units, which JSON can hold and no file
+    # On one line, and without lone surrogates, which JSON allows, but UTF-8 files do not
     texts = [" ".join(text.encode("utf-8", "replace").decode().split()) for text in texts]
-    # A panel marker comes after the end of a sentence
+    # Panel markers must follow the end of a sentence
     theme, *panels = [text if not text or ends_sentence(text) else text + "." for text in texts]
     if not all(_WORD.search(text) for text in [theme, *panels]):
         return EMPTY
@@ -200,4 +204,4 @@ def _checked(entry: Any, rows: int, cols: int) -> tuple[str, list[str]] | str:
         prompt = format_image_set_prompt(theme, rows, cols, panels)
     except ValueError:
         return MARKERS
-    return MARKERS if prompt.startswith(theme) else (theme, panels)  # the model wrote a layout itself
+    return MARKERS if prompt.startswith(theme) else (theme, panels)  # the model wrote its own layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 7: publish the dataset, as Parquet files with the images inside, and a card."""
+"""Stage 7: publish the dataset as Parquet files with embedded images, and a card."""
 
 import hashlib
 import tempfile
@@ -37,35 +37,36 @@ def publish_dataset(
     """
     Push pairs and rankings to the Hub, with a card that describes them.
 
-    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split
-    `test`), as [`~datasets.DatasetDict.push_to_hub`] writes them, with the images inside. Everything is checked before
-    anything is sent; data go first and the card last. Interrupted uploads resume.
+    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split `test`),
+    written by [`~datasets.DatasetDict.push_to_hub`] with embedded images. Everything is checked before anything is sent;
+    the data are sent first, and the card last. Interrupted uploads resume.
 
     Args:
         pairs ([`~datasets.DatasetDict`]), rankings ([`~datasets.Dataset`] or `None`):
-            Pairs, in `train`, `test` or both; rankings of prompts that are not in `train`.
+            Pairs in `train`, `test` or both; rankings of prompts that are not in `train`.
         repo_id (`str`):
-            Repository, such as `"user/name"`; a name alone is put under the user of the token. It is created if
-            needed, and refused if it has other files.
+            Repository, for example `"user/name"`; a name alone belongs to the user of the token. It is created if
+            needed, and rejected if it has other files.
         report (`Mapping[str, Mapping]`):
-            Reports of the stages `prompts`, `grids`, `ranking`, `pairs` and `reasons`, as `paco-trl build` makes them;
-            the card lists every value.
+            Reports of the stages `prompts`, `grids`, `ranking`, `pairs` and `reasons`, as written by `paco-trl build`.
+            The card lists all values.
         private (`bool`, *optional*, defaults to `True`):
             Whether the repository is private.
         license (`str`, *optional*):
-            License, as the Hub names it (`"apache-2.0"`, `"other"`, ...). If `None`, that on the card of `generator`.
+            License, by its Hub identifier (`"apache-2.0"`, `"other"`, ...). Defaults to the license on the card of
+            `generator`.
         generator (`str`, *optional*):
             Hub id or directory of the model that generated the images.
         token (`str`, *optional*):
-            Token that may write to the repository; that of `hf auth login` if `None`.
+            Token with write access to the repository. Defaults to the token of `hf auth login`.
         max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-            Size of a Parquet file.
+            Largest size of a Parquet file.
 
     Returns:
         `str`: address of the repository.
 
     Raises:
-        ValueError, HfHubHTTPError: Before anything is sent: data, `repo_id`, token or license cannot be used.
+        ValueError, HfHubHTTPError: If data, `repo_id`, token or license cannot be used, before anything is sent.
         ConnectionError: If the Hub cannot be reached.
     """
     if not pairs or not set(pairs) <= {"train", "test"}:
@@ -75,20 +76,22 @@ def publish_dataset(
         check_pair_columns(dataset, f"pairs/{split}")
     if rankings is not None:
         check_ranking_columns(rankings, "rankings")
-    parts = {f"{config}/{split}": data for config, splits in configs.items() for split, data in splits.items()}
-    digests = {name: _image_digests(data, name) for name, data in parts.items()}
-    _check_held_out(parts, digests)
+    splits_by_name = {
+        f"{config}/{split}": data for config, splits in configs.items() for split, data in splits.items()
+    }
+    digests = {name: _image_digests(data, name) for name, data in splits_by_name.items()}
+    _check_held_out(splits_by_name, digests)
 
     api = HfApi(token=token, library_name="paco_trl")
-    repo_id, earlier = find_repository(api, repo_id, private, "dataset")
-    expected = {".gitattributes", "README.md", "assets", *configs}
-    files = [] if earlier is None else [file.rfilename for file in earlier.siblings]
-    if other_files := sorted(name for name in files if name.split("/")[0] not in expected):
+    repo_id, info = find_repository(api, repo_id, private, "dataset")
+    own_names = {".gitattributes", "README.md", "assets", *configs}
+    files = [] if info is None else [file.rfilename for file in info.siblings]
+    if other_files := sorted(name for name in files if name.split("/")[0] not in own_names):
         raise ValueError(
             f"{repo_id} has {len(other_files)} other files, such as {other_files[0]!r}. Choose another `repo_id`."
         )
     if license is None and generator is None:
-        raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Give one.")
+        raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Pass one of them.")
     card = dataset_card(
         {split: describe_pairs(data, len(digests[f"pairs/{split}"])) for split, data in pairs.items()},
         None if rankings is None else describe_rankings(rankings, len(digests["rankings/test"])),
@@ -100,18 +103,18 @@ def publish_dataset(
     )
     with (
         tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder,
-        hub_outages(api, "Nothing is lost: run the stage again, which sends only what is missing."),
+        hub_outages(api, "Nothing is lost. Rerun the stage, which only sends what is missing."),
     ):
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:
             rankings_sheet(rankings, f"{folder}/rankings.png")
-        # The Hub would refuse the metadata after hours of uploads. Not `card.validate`, which only asks huggingface.co
+        # Validate now, or the Hub may reject the metadata after hours of uploads. `card.validate` only asks huggingface.co
         content = {"content": str(card), "repoType": "dataset"}
         hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
-        # No card describes other data than are there, if the upload is interrupted
-        if "README.md" in files and (old := _load_card(api, repo_id)).text.strip() not in ("", card.text.strip()):
-            old.text = ""
-            operations = [CommitOperationAdd("README.md", str(old).encode())]
+        # After an interrupted upload, an old card must not describe new data
+        if "README.md" in files and (old_card := _load_card(api, repo_id)).text.strip() not in ("", card.text.strip()):
+            old_card.text = ""
+            operations = [CommitOperationAdd("README.md", str(old_card).encode())]
             api.create_commit(repo_id, operations, commit_message="Clear the earlier card", repo_type="dataset")
         for config, splits in configs.items():
             options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
@@ -150,14 +153,16 @@ def _image_digests(dataset: Dataset, name: str) -> set[str]:
     return set(digests.values())
 
 
-def _check_held_out(parts: Mapping[str, Dataset], digests: Mapping[str, set[str]]) -> None:
-    """Check that held-out splits share no prompt and no image with the training pairs."""
+def _check_held_out(splits_by_name: Mapping[str, Dataset], digests: Mapping[str, set[str]]) -> None:
+    """Check that held-out splits share neither prompts nor images with the training pairs."""
     train = "pairs/train"
-    for name in [part for part in parts if part != train] if train in parts else []:
-        prompts = [set(parts[part].with_format(None)["group"][:]) for part in (train, name)]
-        for kind, shared in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
-            if shared:
+    for name in (
+        [split_name for split_name in splits_by_name if split_name != train] if train in splits_by_name else []
+    ):
+        prompts = [set(splits_by_name[split_name].with_format(None)["group"][:]) for split_name in (train, name)]
+        for kind, overlap in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
+            if overlap:
                 raise ValueError(
-                    f"{len(shared)} {kind} are both in `{train}` and in `{name}`, such as {min(shared)!r}: a judge "
-                    "would be evaluated on what it was trained on. Split again."
+                    f"{len(overlap)} {kind} are both in `{train}` and in `{name}`, such as {min(overlap)!r}: a judge "
+                    "would be evaluated on its training data. Split again."
                 )

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) -> int:
     """
-    Rank all instances by construction: a candidate of the reference's grid is more consistent with it than any other.
+    Rank all instances by construction: candidates from the reference's grid are more consistent than others.
 
-    The annotator is `automatic`, whose earlier annotations in `folder` are replaced. Returns the number of instances.
+    Replaces earlier annotations of the annotator `automatic` in `folder`. Returns the number of instances.
     """
     seeds, lines = column_by_id(panels, "seed"), []
     for row in instances.with_format(None):
@@ -42,12 +42,12 @@ def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) 
 
 
 def judge_annotator_name(name: str) -> str:
-    """Return the annotator's name of a judge: the last part of its Hub id or directory."""
+    """Return a judge's name as annotator, the last part of its Hub id or directory."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
 
 
 def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
-    """Map annotators (all if `None`) to `"people"`, `"judge"` (its annotations have scores) or `"automatic"`."""
+    """Map annotators (all if `None`) to `"people"`, `"judge"` (if annotations have scores) or `"automatic"`."""
     kinds = {}
     for path in annotation_files(folder, annotators):
         has_scores = any("scores" in record for _, record in read_lines(path))
@@ -59,58 +59,58 @@ def rank_with_judge(
     instances: Dataset, panels: Dataset, prompts: Dataset, judge: "Judge", annotator: str, folder: str | Path
 ) -> dict[str, int]:
     """
-    Rank the instances with a judge: by P(Yes) that the reference and the candidate are consistent.
+    Rank instances with a judge, by P(Yes) that reference and candidate are consistent.
 
-    The instances of a prompt are scored in one call, so that a judge in the process encodes each panel once.
-    Annotations are saved after each prompt, and interrupted runs resume automatically. Instances that the judge could
-    not score are left out, counted, and scored by the next run.
+    Instances of a prompt are scored in one call, so that a judge in the process encodes each panel once. Annotations are
+    saved after each prompt, and interrupted runs resume automatically. Instances that the judge could not score are left
+    out and counted, and scored by the next run.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
-            Results of the earlier stages. The judge is given the theme of the prompts.
+            Outputs of the earlier stages. The question has the theme of the prompt.
         judge ([`~paco_trl.rewards.Judge`]):
             [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
         annotator (`str`):
-            Name under which it annotates.
+            Name of the judge as annotator.
         folder (`str` or `Path`):
             Directory of the annotations.
 
     Returns:
-        `dict[str, int]`: `ranked` (now), `found` (by an earlier run), `unanswered`.
+        `dict[str, int]`: `ranked` (now), `found` (from an earlier run) and `unanswered`.
     """
     from ..utils.fingerprint import describe_scorer  # imports torch
 
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
-    earlier = [file] if file.exists() else []
+    existing_files = [file] if file.exists() else []
     scorer = digest(describe_scorer(judge))[:16]
-    for record in (record for path in earlier for _, record in read_lines(path)):
-        who = record.get("judge", "a person")
-        if (who, record.get("scorer")) != (judge.name, scorer):
-            earlier_judge = f"{who!r} {'with other weights or code' if who == judge.name else 'already'}"
+    for record in (record for path in existing_files for _, record in read_lines(path)):
+        judge_name = record.get("judge", "a person")
+        if (judge_name, record.get("scorer")) != (judge.name, scorer):
+            conflict = f"{judge_name!r} {'with other weights or code' if judge_name == judge.name else 'already'}"
             raise ValueError(
-                f"The annotator {annotator!r} is {earlier_judge}. Rank under another name (`--annotator`), or delete {file}."
+                f"The annotator {annotator!r} is {conflict}. Rank under another name (`--annotator`), or delete {file}."
             )
-    done = {annotation.instance for annotation in read_annotations(earlier, instances)}
-    rows = [row for row in instances.with_format(None) if row["id"] not in done]
+    annotated = {annotation.instance for annotation in read_annotations(existing_files, instances)}
+    rows = [row for row in instances.with_format(None) if row["id"] not in annotated]
     paths = {name: image["path"] for name, image in column_by_id(panels, "image").items()}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
 
     unanswered = 0
-    with tqdm(total=len(instances), initial=len(done), desc=f"Ranking by {annotator}", unit="instance") as bar:
+    with tqdm(total=len(instances), initial=len(annotated), desc=f"Ranking by {annotator}", unit="instance") as bar:
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
-            same_prompt = list(group)
-            pairs = [(paths[row["reference"]], paths[name]) for row in same_prompt for name in row["candidates"]]
+            prompt_rows = list(group)
+            pairs = [(paths[row["reference"]], paths[name]) for row in prompt_rows for name in row["candidates"]]
             scores = iter(judge.score(pairs, [questions[prompt_id]] * len(pairs)))
-            for row in same_prompt:
-                yes: list = [next(scores) for _ in row["candidates"]]
-                if None in yes:
+            for row in prompt_rows:
+                yes_scores: list = [next(scores) for _ in row["candidates"]]
+                if None in yes_scores:
                     unanswered += 1
                     continue
-                # 1 for the highest score, equal ones tied
-                ranks = [1 + sum(other_score > score for other_score in yes) for score in yes]
-                record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes}
+                # Rank 1 is the highest score; equal scores are tied
+                ranks = [1 + sum(other_score > score for other_score in yes_scores) for score in yes_scores]
+                record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes_scores}
                 append_annotation(folder, record | {"judge": judge.name, "scorer": scorer, "digest": row["digest"]})
-            bar.update(len(same_prompt))
+            bar.update(len(prompt_rows))
     if unanswered:
         logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")
-    return {"ranked": len(rows) - unanswered, "found": len(done), "unanswered": unanswered}
+    return {"ranked": len(rows) - unanswered, "found": len(annotated), "unanswered": unanswered}

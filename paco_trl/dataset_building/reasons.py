@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 6: write the reasons of labeled pairs with a served model that sees the images and is given the label."""
+"""Stage 6: write reasons for labeled pairs with a served model that gets the images and the label."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from .answers import TEMPLATES, ask_in_rounds, cause_of
 from .prompts import DIMENSIONS
 
 
-# Visible attributes, by kind. Reasons that name none of them could be those of any pair
+# Words for visible attributes, by type. Reasons without any of them would fit any pair
 VISIBLE_ATTRIBUTES: dict[str, str] = json.loads(read_template("visible_attributes.json"))
 
 NO_LABEL = "does not begin with the label"
@@ -28,16 +28,16 @@ GIVEN_LABEL = "speaks of a given answer"
 CONTROL_TOKEN = "a control token"
 
 _VISIBLE = re.compile(rf"\b(?:{'|'.join(' '.join(VISIBLE_ATTRIBUTES.values()).split())})\b", re.IGNORECASE)
-# A label may also be seen in an image, on a bottle: "the label on", "the label reads" are let through
+# Allows "the label on" and "the label reads", since an image may show a label, on a bottle for example
 _GIVEN_LABEL = re.compile("|".join(read_template("given_label.txt").splitlines()), re.IGNORECASE)
 _CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 
-# Pixels of a patch of Qwen2-VL and Qwen2.5-VL, for `load_image`: the model sees the pixels that training sees
+# Patch size of Qwen2-VL and Qwen2.5-VL for `load_image`, so that the model sees the same pixels as in training
 _PATCH_SIZE = 14
-# Tokens of a word, at the most usual: room for a little more than the longest answer, so that too long ones are known
+# Generous limit of tokens per word, so that answers that are too long can be detected
 _TOKENS_PER_WORD = 3
-# Encoded images that are kept, about 1 MB each: enough for the pairs under way
-_NUM_KEPT = 64
+# Cached encoded images, about 1 MB each: enough for concurrent requests
+_CACHE_SIZE = 64
 
 
 def write_reasons(
@@ -50,57 +50,59 @@ def write_reasons(
     seed: int = 0,
 ) -> Dataset:
     """
-    Write the reasons for the label of each pair with a vision-language model.
+    Write reasons for the label of each pair with a vision-language model.
 
     The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
-    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have a number of words in the
-    range, and not reveal that the label was given. What fails is requested again with another seed, and left out and
-    counted after `max_attempts`. Interrupted runs resume automatically.
+    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have an allowed number of words, and
+    not reveal that the label was given. Failures are requested again with another seed, and left out and counted after
+    `max_attempts`. Interrupted runs resume automatically.
 
-    Images are sent as PNG, with the pixels that the trainer sees.
+    Images are sent as PNG, with the same pixels as in training.
 
     Args:
         pairs ([`~datasets.Dataset`]):
-            Pairs with a column `id` and, where known, `dimensions` (all of them otherwise). Reasons are replaced.
+            Pairs with `id` and, optionally, `dimensions` (by default all). Existing reasons are replaced.
         endpoint ([`ChatEndpoint`]):
-            The model.
+            Vision-language model.
         folder ([`StageFolder`]):
-            Directory of the stage. Its settings name the model, the pairs and the other arguments.
+            Directory of the stage. Its settings should include the model, the pairs and the other arguments.
         max_attempts (`int`, *optional*, defaults to `3`):
-            How often the reasons of a pair are requested.
+            Attempts per pair.
         min_words (`int`, *optional*, defaults to `15`), max_words (`int`, *optional*, defaults to `200`):
-            Range of the number of words of the reasons.
+            Allowed number of words.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the requests.
 
     Returns:
-        [`~datasets.Dataset`]: the pairs that have reasons, in their order, with the same columns and completions
-        `"Yes. <reasons>"`; also saved in `folder`.
+        [`~datasets.Dataset`]: the pairs with reasons, in their order, with the same columns and completions
+        `"Yes. <reasons>"`. Also saved in `folder`.
 
     Raises:
-        ValueError: If no answer can be used; the error has an example.
-        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are saved.
+        ValueError: If no answer is usable. The error has an example.
+        EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
     if folder.is_done:
         return folder.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
-        raise ValueError(f"`max_attempts` is {max_attempts}, the words {min_words} to {max_words}: not from 1 up.")
+        raise ValueError(
+            f"`max_attempts` is {max_attempts} and the words {min_words} to {max_words}, but both must be at least 1."
+        )
     check_pair_columns(pairs, "pairs")
     ids = pairs.with_format(None)["id"][:]
     if len(set(ids)) < len(ids):
-        raise ValueError(f"The `id` {Counter(ids).most_common(1)[0][0]!r} of `pairs` is there twice.")
+        raise ValueError(f"The `id` {Counter(ids).most_common(1)[0][0]!r} of `pairs` occurs twice. Make ids unique.")
     names = [name for name in ("prompt", "completion", "dimensions") if name in pairs.column_names]
     rows = dict(zip(ids, pairs.with_format(None).select_columns(names), strict=True))
     for row in rows.values():
         row["label"], row["dimensions"] = decision_of(row["completion"]), row.get("dimensions") or list(DIMENSIONS)
     if unknown := {name for row in rows.values() for name in row["dimensions"]} - set(DIMENSIONS):
-        raise ValueError(f"`pairs` has the dimensions {sorted(unknown)}, but there are only {list(DIMENSIONS)}.")
+        raise ValueError(f"`pairs` has the dimensions {sorted(unknown)}, but must only have {list(DIMENSIONS)}.")
     numbers = {name: number for number, name in enumerate(ids)}
-    stored = pairs.with_format("arrow").select_columns(["images"])  # as they are stored: paths, or bytes
-    encode = functools.lru_cache(_NUM_KEPT)(_encode)  # an image is in many pairs
+    arrow_images = pairs.with_format("arrow").select_columns(["images"])  # stored paths or bytes
+    encode = functools.lru_cache(_CACHE_SIZE)(_encode)  # pairs share images
 
     def request(name: str, _: int) -> tuple[list[dict[str, Any]], int]:
-        images = stored[numbers[name]]["images"][0].as_py()
+        images = arrow_images[numbers[name]]["images"][0].as_py()
         urls = [encode(image["path"], image["bytes"]) for image in images]
         text = TEMPLATES.get_template("write_reasons.txt.jinja").render(
             prompt=content_text(rows[name]["prompt"][-1]["content"]) or "",
@@ -109,8 +111,8 @@ def write_reasons(
             fewest=min(2 * min_words, max_words),
             most=max(3 * max_words // 4, min_words),
         )
-        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        return [*shown, {"type": "text", "text": text}], _TOKENS_PER_WORD * max_words
+        image_content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [*image_content, {"type": "text", "text": text}], _TOKENS_PER_WORD * max_words
 
     def read(name: str, reply: Reply, _: int) -> tuple[list[str], Counter[str]]:
         if reply.text is None:
@@ -119,23 +121,25 @@ def write_reasons(
             cause = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
         return ([], Counter([cause])) if cause else ([str(reply.text).strip()], Counter())
 
-    journal, wanted = folder.journal("reasons"), dict.fromkeys(ids, 1)
-    texts_of_pairs, report = ask_in_rounds(
-        endpoint, journal, "reasons", seed, max_attempts, wanted, request, read, lambda name, _: name
+    journal, num_texts = folder.journal("reasons"), dict.fromkeys(ids, 1)
+    texts_by_pair, report = ask_in_rounds(
+        endpoint, journal, "reasons", seed, max_attempts, num_texts, request, read, lambda name, _: name
     )
-    texts = {name: text for name, of_pair in texts_of_pairs.items() for text in of_pair}
+    texts = {name: text for name, pair_texts in texts_by_pair.items() for text in pair_texts}
     completions = [[{"role": "assistant", "content": texts[name]}] for name in ids if name in texts]
-    # Images are neither decoded nor, if given by path, read
-    reasoned = pairs.with_format(None).select([row for row, name in enumerate(ids) if name in texts])
-    reasoned = reasoned.remove_columns("completion")
-    reasoned = reasoned.add_column("completion", completions, feature=pair_features()["completion"])
+    # Does not decode images, nor read those stored as paths
+    pairs_with_reasons = pairs.with_format(None).select([row for row, name in enumerate(ids) if name in texts])
+    pairs_with_reasons = pairs_with_reasons.remove_columns("completion")
+    pairs_with_reasons = pairs_with_reasons.add_column(
+        "completion", completions, feature=pair_features()["completion"]
+    )
     report = {"pairs": len(ids), "with reasons": len(texts), **report}
-    folder.finish(reasoned.select_columns(pairs.column_names), report)
+    folder.finish(pairs_with_reasons.select_columns(pairs.column_names), report)
     return folder.load()
 
 
 def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: int = 200) -> str | None:
-    """Describe what is wrong with the reasons for a label; `None` if nothing is."""
+    """Return what is wrong with the reasons for a label, or `None` if they are valid."""
     label, _, reasons = answer.strip().partition(".")
     if label != decision or not reasons[:1].isspace():
         return NO_LABEL
@@ -159,5 +163,5 @@ def _encode(path: str | None, content: bytes | None) -> str:
     from ..utils.vision_language import load_image
 
     image = load_image({"path": path, "bytes": content}, _PATCH_SIZE, "An image of a pair")
-    # Higher levels of compression take longer than they save in sending
+    # Higher compression levels take more time than they save
     return data_url(image, "png", compress_level=1)
