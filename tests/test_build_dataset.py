@@ -168,7 +168,7 @@ class TestStages:
         assert len(set(loaded(tmp_path / "build/instances")["prompt_id"])) == 5
         generated("panels", exclude_prompts=["000001", "000004"])
         assert sorted(set(loaded(tmp_path / "build/instances")["prompt_id"])) == ["000000", "000002", "000003"]
-        with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is the id of no prompt"):
+        with pytest.raises(ValueError, match="`--exclude_prompts` has '7', which is not the id of a prompt"):
             generated("panels", exclude_prompts=["7"])
 
     def test_what_is_refused(self, build, tmp_path, capsys):
@@ -188,7 +188,7 @@ class TestStages:
                 build(stage, **options)
         row = {"id": "alone", "prompt": "A fox.", "rows": 1, "cols": 1, "panels": ["A fox."]}
         (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
-        with pytest.raises(ValueError, match="'alone' has one panel"):
+        with pytest.raises(ValueError, match="'alone' has only one panel"):
             build("prompts", dataset_name=tmp_path / "prompts.jsonl")
         file = write_prompts_file(tmp_path / "prompts.jsonl", 2)
         for options, unused in (

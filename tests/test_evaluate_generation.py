@@ -232,7 +232,7 @@ class TestT2IS:
 
     def test_the_wrong_way_around(self, evaluated, workspace, options, tmp_path):
         words = ["--base", str(workspace / "tuned"), "--tuned", str(workspace / "base")]
-        with pytest.raises(ValueError, match="wrong way around"):
+        with pytest.raises(ValueError, match="Swap them"):
             evaluate_arguments.main(["report", *options["report"], *words, "--output_dir", str(tmp_path / "report")])
 
     def test_other_prompts_than_were_drawn(self, evaluated, workspace, options, tmp_path):

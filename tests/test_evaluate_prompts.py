@@ -199,7 +199,7 @@ def test_adapters_of_two_models_are_evaluated_one_by_one(files, adapters, tiny_f
     config = json.loads((other / "adapter_config.json").read_text()) | {"base_model_name_or_path": "makers/other"}
     (other / "adapter_config.json").write_text(json.dumps(config))
     words = ["--dataset_name", files / "single.txt", "--adapter", adapters["moved"], other]
-    with pytest.raises(ValueError, match="one by one"):
+    with pytest.raises(ValueError, match="separately"):
         evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
 
 

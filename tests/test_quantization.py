@@ -286,7 +286,7 @@ class TestRefused:
         shutil.copytree(tiny_flux, base)
         path = base / "transformer" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"load_in_4bit": True}}))
-        with pytest.raises(ValueError, match="are stored quantized"):
+        with pytest.raises(ValueError, match="are quantized, and quantizing"):
             merge(MergeArguments(str(tmp_path / "adapter"), str(tmp_path / "other"), str(base)))
         assert not (tmp_path / "other").exists()
 

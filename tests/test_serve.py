@@ -166,7 +166,7 @@ class TestMain:
         assert main(["serve"]) == 1 and executed == []
         assert "pip install vllm" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(("key", "message"), [("", "put one into VLLM_API_KEY"), (KEY, "guards the addresses")])
+    @pytest.mark.parametrize(("key", "message"), [("", "Set one in VLLM_API_KEY"), (KEY, "protects the addresses")])
     def test_warns_of_the_network(self, executed, stand_in, capsys, monkeypatch, key, message):
         monkeypatch.setenv("VLLM_API_KEY", key)
         for host, is_warned in (("127.0.0.1", False), ("0.0.0.0", True)):

@@ -275,10 +275,10 @@ class TestLimits:
         given = {"prompt": "a hat", "rows": 2, "cols": 2, "seed": 0, "steps": 1, **asked}
         compare, _ = compare_of(comparison)
         monkeypatch.setattr(type(comparison.pipeline), "__call__", lambda *_, **__: pytest.fail("it is generated"))
-        with pytest.raises(gradio.Error, match="choose"):
+        with pytest.raises(gradio.Error, match="Choose"):
             next(compare(**given))
         if asked != {"prompt": PASTED}:  # its layout is read by the page
-            with pytest.raises(ValueError, match="choose"):
+            with pytest.raises(ValueError, match="Choose"):
                 next(comparison.generate(**given))
 
     @pytest.mark.parametrize("error", [RuntimeError("/home/me"), ValueError("/home/me"), torch.OutOfMemoryError()])

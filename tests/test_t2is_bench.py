@@ -323,9 +323,9 @@ class TestFolders:
     @pytest.mark.parametrize(
         "change, message",
         [
-            (lambda f: panel(1).save(f / "0003_0002.png"), "0003_0002.png, but '0003' .* has 2 panels"),
+            (lambda f: panel(1).save(f / "0003_0002.png"), "0003_0002.png is no image of '0003', .* has 2 panels"),
             (lambda f: panel(1).save(f / "0003_0001.jpg"), "0003_0001.jpg and 0003_0001.png .* in two formats"),
-            (lambda f: panel(1).save(f / "0003.png"), "0003.png, but '0003' is one grid"),
+            (lambda f: panel(1).save(f / "0003.png"), "0003.png is no image of '0003', which is one grid"),
             (lambda f: (f / "0003_0001.png").write_bytes(b"GIF"), "0003_0001.png cannot be read"),
         ],
     )
@@ -450,7 +450,7 @@ class TestPlantedSets:
         "change, message",
         [
             (lambda scores: [*scores, 0.5], "34 scores for 33 questions"),
-            (lambda scores: [87.0, *scores[1:]], "gave 87.0: not a probability"),
+            (lambda scores: [87.0, *scores[1:]], "gave 87.0, which is not a probability"),
             (lambda scores: [math.inf, *scores[1:]], "gave inf"),
         ],
     )

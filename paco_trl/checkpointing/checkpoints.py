@@ -191,29 +191,31 @@ def check_resumed_run(
     checkpoint: Path, identity: dict, settings: dict, num_processes: int, is_deepspeed: bool
 ) -> None:
     """Check that a checkpoint has the same `identity`, and warn about other `settings`, before any model is loaded."""
-    saved = read_run(checkpoint)
-    if "settings" not in saved:
+    saved_run = read_run(checkpoint)
+    if "settings" not in saved_run:
         raise ValueError(
             f"'{checkpoint}' is from an older version or another trainer. Start a new run from its adapter."
         )
-    old_num_processes, key = saved["num_processes"], "processes of DeepSpeed"  # which shards the optimizer's state
-    old_identity = saved["identity"] | {key: old_num_processes if saved["is_deepspeed"] else None}
+    old_num_processes, key = saved_run["num_processes"], "processes of DeepSpeed"  # which shards the optimizer's state
+    old_identity = saved_run["identity"] | {key: old_num_processes if saved_run["is_deepspeed"] else None}
     check_identity(checkpoint, old_identity, identity | {key: num_processes if is_deepspeed else None})
     if old_num_processes != num_processes:
-        result = ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved else "."
-        if saved.get("is_round_pending"):
+        result = (
+            ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved_run else "."
+        )
+        if saved_run.get("is_round_pending"):
             result = (
                 ". It is in the middle of a round, whose images are stored per process: the round is generated again."
             )
         _warn(f"'{checkpoint}' was saved by {old_num_processes} processes, now there are {num_processes}{result}")
-    if changes := differences(saved["settings"], settings):
+    if changes := differences(saved_run["settings"], settings):
         lines = "\n  ".join(["", *changes])
         _warn(f"'{checkpoint}' is resumed with other settings, which changes the run:{lines}")
 
 
-def check_identity(checkpoint: Path, saved: dict, identity: dict) -> None:
+def check_identity(checkpoint: Path, saved_run: dict, identity: dict) -> None:
     """Reject a checkpoint of another run."""
-    if changes := differences(saved, identity):
+    if changes := differences(saved_run, identity):
         lines = "\n  ".join(["", *changes])
         raise ValueError(
             f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nPass the same values (the optimizer's "
@@ -249,10 +251,12 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
             )  # fmt: skip
 
 
-def check_rerun(output_dir: str | Path, resumed: Path | None) -> None:
+def check_rerun(output_dir: str | Path, resumed_checkpoint: Path | None) -> None:
     """Reject a run that would overwrite the checkpoints of an earlier one without resuming it."""
     checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
-    if checkpoints and (resumed is None or resumed.resolve().parent != Path(output_dir).resolve()):
+    if checkpoints and (
+        resumed_checkpoint is None or resumed_checkpoint.resolve().parent != Path(output_dir).resolve()
+    ):
         names = ", ".join(checkpoint.name for checkpoint in checkpoints[::-1])
         raise OptionError(
             f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
@@ -323,8 +327,8 @@ def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -
     complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
-    # After resuming from an earlier checkpoint, checkpoints of later steps are the oldest. Times only tell the newest one,
-    # since a copied run has other times
+    # After resuming from an earlier checkpoint, checkpoints of later steps are the oldest. Times only tell the newest
+    # one, since a copied run has other times
     newest = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
     protected = [newest, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
     num_earlier = complete.index(newest) + 1
@@ -344,8 +348,8 @@ def load_round(checkpoint: Path, process_index: int, device: "torch.device", is_
     """Load the steps, advantages and weights of an unfinished round, as tensors and numbers without code."""
     import torch
 
-    # Directly to the device, so that images of a prompt keep sharing tensors. Several processes on the CPU have the device
-    # "cpu:0", which `torch.load` rejects
+    # Directly to the device, so that images of a prompt keep sharing tensors. Several processes on the CPU have the
+    # device "cpu:0", which `torch.load` rejects
     location = "cpu" if is_offloaded or device.type == "cpu" else device
     return torch.load(round_file(checkpoint, process_index), map_location=location, weights_only=True)
 

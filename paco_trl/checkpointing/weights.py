@@ -22,10 +22,10 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 
-def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped: nn.Module) -> int:
+def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.Module) -> int:
     """Return DeepSpeed's ZeRO stage, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return 0 if plugin is None or wrapped is model else max(plugin.zero_stage, 1)
+    return 0 if plugin is None or wrapped_model is model else max(plugin.zero_stage, 1)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

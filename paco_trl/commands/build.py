@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of `paco-trl build`, see `build_arguments.py`."""
+"""Stages of `paco-trl build`, see `build_arguments.py`."""
 
 import json
 from collections.abc import Callable
@@ -28,19 +28,19 @@ def stage(args, name: str, settings: dict | None = None) -> StageFolder:
 
 
 def result(args, name: str) -> Dataset | DatasetDict:
-    """Load the result of an earlier stage."""
+    """Load the output of an earlier stage."""
     return stage(args, name).load()
 
 
 def grid_prompts(args) -> Dataset:
-    """Load the prompts, which must be those that the grids were generated from: all later stages are about them."""
+    """Load the prompts, and check that the grids were generated from them, as all later stages assume."""
     prompts, grids = result(args, "prompts"), stage(args, "grids")
     if not grids.is_done:
-        grids.load()  # says what to do
+        grids.load()  # raises an error with advice
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
             f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage `prompts` as "
-            "before, or give another `--build_dir`."
+            "before, or choose another `--build_dir`."
         )
     return prompts
 
@@ -50,7 +50,7 @@ def _annotations_dir(args) -> Path:
 
 
 def finish(folder: StageFolder) -> None:
-    """Print where the result of a stage is, and its report."""
+    """Print the location of a stage's output, and its report."""
     console = Console()
     console.print(f"[bold]{escape(folder.path.name)}[/] is in {escape(str(folder.path / 'dataset'))}")
     console.print_json(json.dumps(folder.report, ensure_ascii=False))
@@ -62,23 +62,29 @@ def _endpoint_of(args) -> ChatEndpoint:
 
 # 1. Prompts
 def make_prompts(args: arguments.PromptsArguments) -> None:
-    """Load the prompts, or let a language model write them, and keep the most diverse."""
+    """Load prompts or let a language model write them, and select the most diverse."""
     if args.dataset_name is None:
         endpoint = _endpoint_of(args)
         layouts = [(int(rows), int(cols)) for rows, cols in (text.split("x") for text in args.layouts)]
         settings = {name: getattr(args, name) for name in ("model", "num_written", "categories", "layouts", "seed")}
-        written = stage(args, "written_prompts", settings)
-        prompts = building.write_prompts(endpoint, written, args.num_written, args.categories, layouts, args.seed)
-        report: dict[str, Any] = {"model": args.model, **written.report}
+        written_stage = stage(args, "written_prompts", settings)
+        prompts = building.write_prompts(
+            endpoint, written_stage, args.num_written, args.categories, layouts, args.seed
+        )
+        report: dict[str, Any] = {"model": args.model, **written_stage.report}
     else:
         prompts = load_image_set_prompts(args.dataset_name, args.dataset_split, args.dataset_config)
         report = {"source": Path(args.dataset_name).name if Path(args.dataset_name).exists() else args.dataset_name}
     if "id" not in prompts.column_names:
         prompts = prompts.add_column("id", [f"{row:06}" for row in range(len(prompts))])
     report["prompts"] = len(prompts)
-    single = [row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2]
-    if single:
-        raise ValueError(f"The prompt {single[0]!r} has one panel, and nothing to compare it with. Leave it out.")
+    single_panel_ids = [
+        row["id"] for row in prompts.select_columns(["id", "rows", "cols"]) if row["rows"] * row["cols"] < 2
+    ]
+    if single_panel_ids:
+        raise ValueError(
+            f"The prompt {single_panel_ids[0]!r} has only one panel, so there is nothing to compare. Leave it out."
+        )
 
     if args.num_selected is not None and args.embedding_model is not None:
         prompts, diversity = building.diversify_prompts(
@@ -92,7 +98,7 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
 
 # 2. Grids
 def make_grids(args: arguments.GridsArguments) -> None:
-    """Generate the grids."""
+    """Generate grids."""
     import torch
     from accelerate import PartialState
 
@@ -100,7 +106,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
     call = args.call_of(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
     settings |= spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.weights
-    # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
+    # Without an accelerator, processes only form a group if told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})
 
@@ -112,11 +118,11 @@ def make_grids(args: arguments.GridsArguments) -> None:
 
 # 3. Panels and ranking instances
 def make_panels(args: arguments.PanelsArguments) -> None:
-    """Cut the grids into panels, and make ranking instances of them."""
+    """Cut the grids into panels, and combine them into ranking instances."""
     prompts, grids = grid_prompts(args), result(args, "grids")
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
     if unknown:
-        raise OptionError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is the id of no prompt.")
+        raise OptionError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is not the id of a prompt.")
     rows = [row for row, name in enumerate(grids["prompt_id"][:]) if name not in args.exclude_prompts]
     grids = grids.select(rows)
     generated_with = digest(stage(args, "grids").settings)
@@ -129,7 +135,7 @@ def make_panels(args: arguments.PanelsArguments) -> None:
 
 # 4. Ranking: by people in a Gradio app, by a judge, by construction
 def annotate(args: arguments.AnnotateArguments) -> None:
-    """Serve the app in which people rank."""
+    """Serve the app for ranking by people."""
     from ..dataset_building.annotate import AnnotationWork, serve_annotation
 
     data = (result(args, "instances"), result(args, "panels"), grid_prompts(args))
@@ -138,7 +144,7 @@ def annotate(args: arguments.AnnotateArguments) -> None:
 
 
 def rank(args: arguments.RankArguments) -> None:
-    """Rank by construction or by a judge."""
+    """Rank by construction, or with a judge."""
     instances, panels = result(args, "instances"), result(args, "panels")
     if args.judge_model == "automatic":
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
@@ -160,10 +166,10 @@ def rank(args: arguments.RankArguments) -> None:
 
 # 5. Pairs and held-out rankings
 def make_pairs(args: arguments.PairsArguments) -> None:
-    """Turn the rankings into pairs, and hold some out."""
+    """Convert rankings to pairs, and hold some rankings out."""
     instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
     kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
-    if args.annotators is None and len(set(kinds.values())) > 1:  # people or judges count without the construction
+    if args.annotators is None and len(set(kinds.values())) > 1:  # ignore rankings by construction if there are others
         kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
     annotations = building.read_annotations(building.annotation_files(_annotations_dir(args), list(kinds)), instances)
     pairs, rankings, counts = building.build_pairs(
@@ -185,27 +191,27 @@ def make_pairs(args: arguments.PairsArguments) -> None:
 
 # 6. Reasons
 def digest_of_pairs(pairs: DatasetDict) -> str:
-    """Compute a digest of what the reasons are about."""
+    """Compute a digest of the pairs that reasons are written for."""
     columns = ["id", "prompt", "completion", "dimensions", "sha256"]
     return digest({name: split.select_columns(columns)[:] for name, split in pairs.items()})
 
 
 def make_reasons(args: arguments.ReasonsArguments) -> None:
-    """Let a model write reasons for the label of each pair."""
+    """Write reasons for the label of each pair with a model."""
     pairs, endpoint = result(args, "pairs"), _endpoint_of(args)
     names = ("model", "max_attempts", "min_words", "max_words", "seed")
     settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(pairs)}
     folder = stage(args, "reasons", settings)
-    # All splits in one go: a small one may have no usable answer, and is left out
-    together, part = concatenate_datasets(list(pairs.values())), StageFolder(folder.path / "written")
+    # All splits together, since a small one may not have any usable answer, and is then left out
+    all_pairs, written_stage = concatenate_datasets(list(pairs.values())), StageFolder(folder.path / "written")
     options = (args.max_attempts, args.min_words, args.max_words, args.seed)
-    written = building.write_reasons(together, endpoint, part, *options)
+    pairs_with_reasons = building.write_reasons(all_pairs, endpoint, written_stage, *options)
     splits = DatasetDict()
     for name, split in pairs.items():
         ids = set(split["id"][:])
-        if rows := [row for row, pair in enumerate(written["id"][:]) if pair in ids]:
-            splits[name] = written.select(rows)
-    folder.finish(splits, {"model": args.model, **part.report})
+        if rows := [row for row, pair in enumerate(pairs_with_reasons["id"][:]) if pair in ids]:
+            splits[name] = pairs_with_reasons.select(rows)
+    folder.finish(splits, {"model": args.model, **written_stage.report})
     finish(folder)
 
 
@@ -223,8 +229,8 @@ def publish(args: arguments.PublishArguments) -> None:
     if reasons.is_done:
         if reasons.settings["pairs"] != digest_of_pairs(pairs):
             raise ValueError(
-                f"The reasons in {reasons.path} were written for other pairs. Delete the directory; then run the stage "
-                "`reasons`, or publish the labels alone."
+                f"The reasons in {reasons.path} were written for other pairs. Delete the directory, then run the stage "
+                "`reasons`, or publish only the labels."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = building.publish_dataset(

@@ -67,8 +67,8 @@ from .script_arguments import (
 from .training import check_start
 
 
-# Largest difference of the noise-free images, as a fraction of the largest number in the latent. In bf16 the pipeline's
-# own scheduler rounds the latent after each step, by half a unit in the last place (2^-9), which the model amplifies.
+# Tolerance of the noise-free images, as a fraction of the latent's largest absolute value. In bf16, the pipeline's
+# scheduler rounds the latent after each step by up to half a unit in the last place (2^-9), which the model amplifies.
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
 _HUB_SECONDS = 5.0
@@ -84,12 +84,12 @@ _SAVING_OF_JUDGES = "a smaller `--per_device_train_batch_size`, `--gradient_chec
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
-_MISSING: Any = None  # what no check has found yet
+_MISSING: Any = None  # not set by any check yet
 
 
 @dataclass
 class Row:
-    """Finding of a check, and what to do about it."""
+    """Finding of a check, with advice."""
 
     verdict: str
     finding: str
@@ -100,11 +100,11 @@ class Row:
 
 @dataclass
 class DoctorState:
-    """What the checks find: each adds what later ones need."""
+    """State of the checks, to which each adds what later ones require."""
 
     parser: CommandParser
-    words: list[str]
-    temporary_dir: str  # in place of the run's output directory, so that the doctor leaves nothing behind
+    argv: list[str]
+    temporary_dir: str  # replaces the run's output directory, so that the doctor leaves nothing behind
     skips: str = ""  # why no weights are loaded
     script_args: Any = _MISSING
     args: Any = _MISSING  # of the doctor
@@ -118,12 +118,12 @@ class DoctorState:
     trainer: PaCoGRPOTrainer = _MISSING
     generator: SampleGenerator = _MISSING
 
-    def parse(self, *more: str) -> tuple[Any, Any, PlanArguments]:
-        """Parse the options, and further ones."""
-        return self.parser.parse_args_and_config([*self.words, *more])
+    def parse(self, *extra_arguments: str) -> tuple[Any, Any, PlanArguments]:
+        """Parse the options, with extra ones."""
+        return self.parser.parse_args_and_config([*self.argv, *extra_arguments])
 
 
-# ---- Checks: a text is what was found, an error makes the row fail, and what the package logs meanwhile is a warning ----
+# ---- Checks. They return a finding or rows; an error is a failed row, and logged warnings are its advice ----
 
 
 def check_versions(state: DoctorState) -> Row:
@@ -133,13 +133,17 @@ def check_versions(state: DoctorState) -> Row:
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
     versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := version_of(name))]
-    network = "" if is_hub_there() else f"; {constants.ENDPOINT} cannot be reached: only what is in the cache is found"
-    newer = newer_than_tested()
-    return Row(WARNING if newer else OK, f"{', '.join(versions)}; {device}{network}", " ".join(newer))
+    network = (
+        "" if check_hub_connection() else f"; {constants.ENDPOINT} cannot be reached, so only cached files are found"
+    )
+    version_warnings = newer_than_tested()
+    return Row(
+        WARNING if version_warnings else OK, f"{', '.join(versions)}; {device}{network}", " ".join(version_warnings)
+    )
 
 
-def is_hub_there() -> bool:
-    """Ask the Hub once; without an answer, its clients work offline: they would wait half a minute for each file."""
+def check_hub_connection() -> bool:
+    """Check the connection to the Hub once. Without it, set the clients offline, since they would wait 30 s per file."""
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
     except (HTTPError, OfflineModeIsEnabled):
@@ -148,35 +152,35 @@ def is_hub_there() -> bool:
 
 
 def check_configuration(state: DoctorState) -> Row:
-    """Check the settings, and how a round divides; where only a GPU is missing, as on the CPU."""
+    """Check the settings and the plan of a round, on the CPU if only a GPU is missing."""
     row = Row(OK, "")
     try:
         state.script_args, args, state.plan_args = state.parse()
     except OSError as error:
         if not state.parser.uses_presets:
             raise
-        state.parser.uses_presets = False  # they need the model
+        state.parser.uses_presets = False  # which require the model
         row = check_configuration(state)
-        return replace(row, verdict=WARNING, advice=f"{error} Its family's defaults are left out. {row.advice}")
+        return replace(
+            row, verdict=WARNING, advice=f"{error} The defaults of its family are not applied. {row.advice}"
+        )
     except ValueError as error:
         if torch.accelerator.is_available():
             raise
         state.script_args, args, state.plan_args = state.parse("--use_cpu", "True")
-        state.skips = "There is no GPU: no weights are loaded."
+        state.skips = "There is no GPU, so no weights are loaded."
         if state.plan_args.device_memory is None:
             row.verdict = WARNING
-            row.advice = (
-                f"The run stops here: {as_typed(error)} `--use_cpu` makes the other checks as well, on the CPU."
-            )
+            row.advice = f"The run stops here: {as_typed(error)} `--use_cpu` runs the other checks on the CPU."
     state.args = args
     state.run_args = copy.copy(args)
     if not isinstance(args, PaCoGRPOConfig):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return replace(row, finding=f"{batch} pairs for each optimizer step.")
     if state.plan_args.device_memory is not None:
-        state.skips = "The memory is planned for another card: no weights are loaded."
+        state.skips = "The memory is planned for another card, so no weights are loaded."
     elif isinstance(args, PaCoNFTConfig):
-        state.skips = "The checks of a rollout are for `grpo`: no weights are loaded."
+        state.skips = "The checks of a rollout are for `grpo`, so no weights are loaded."
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
@@ -184,7 +188,7 @@ def check_configuration(state: DoctorState) -> Row:
 
 
 def check_output_folder(state: DoctorState) -> Row | str:
-    """Check the real output directory as the run does at its start."""
+    """Check the real output directory like the run at its start."""
     run = state.run_args
     check_start(run, _published_files(state))
     if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
@@ -216,11 +220,11 @@ def check_hub(state: DoctorState) -> str:
 
 
 def check_data(state: DoctorState) -> str:
-    """Check the prompts, their sizes, and whether there are enough of them."""
+    """Check the prompts, their sizes and their number."""
     script_args, args = state.script_args, state.args
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
-    rewards = Rewards([_no_reward])  # metrics are known when the rewards are loaded
+    rewards = Rewards([_no_reward])  # the real rewards are loaded later
     rows = [check_train_dataset(state.train_dataset, args, rewards)]
     if state.eval_dataset is None:
         check_eval_datasets(None, args, rewards)
@@ -234,7 +238,7 @@ def check_data(state: DoctorState) -> str:
         sources = "" if split.sources is None else f", up to {split.sources.max_count} source image(s) each"
         columns = ", ".join(split.dataset.column_names)
         findings.append(
-            f"{len(split)} prompts{images}{sources} ({columns}); panels {_listed(Counter(split.layouts))}."
+            f"{len(split)} prompts{images}{sources} ({columns}); panels {_format_counts(Counter(split.layouts))}."
         )
     steps, rounds = schedule.max_steps, schedule.max_steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
@@ -257,10 +261,12 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
     state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
     fit_reward_options(script_args, args, [*functions, *(state.eval_reward_funcs or ())])
-    if state.skips:  # the trainer, which says it, is not made
+    if state.skips:  # in place of the trainer, which would warn
         offload_models(args, rewards)
-    described = [f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)]
-    finding = f"{', '.join(described)}; {args.multi_objective_aggregation}."
+    weighted_names = [
+        f"{name} (weight {w:g})" for name, w in zip(rewards.names, rewards.weights.tolist(), strict=True)
+    ]
+    finding = f"{', '.join(weighted_names)}; {args.multi_objective_aggregation}."
     if state.eval_reward_funcs is not None:
         finding += f" Evaluation: {', '.join(Rewards(state.eval_reward_funcs).names)}."
     return finding
@@ -279,20 +285,20 @@ def check_model(state: DoctorState) -> Row | str:
         peft_config=get_peft_config(script_args, args.model_init_kwargs),
     )  # fmt: skip
     model, weights = trainer.model, list(trained_parameters(trainer.model).values())
-    trained, is_new = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}", False
+    description, is_new = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}", False
     if isinstance(model, PeftModel):
         is_new = trainer.trained_from is None
         adapter, layers = model.peft_config[model.active_adapter], model.base_model.targeted_module_names
-        trained = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
-        trained += "" if is_new else f", continued from '{script_args.adapter}'"
+        description = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
+        description += "" if is_new else f", continued from '{script_args.adapter}'"
     state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
     if args.deepspeed_plugin is None:
         state.generator.prepare()
     state.trainer = trainer
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
-        f"{trainer.compute_dtype}; {trained}: {sum(p.numel() for p in weights):,} parameters trained. "
-        f"Trained at {_listed(state.generator.sizes)} (multiples of {trainer.size_multiple} pixels)."
+        f"{trainer.compute_dtype}; {description}: {sum(p.numel() for p in weights):,} parameters trained. "
+        f"Trained at {_format_counts(state.generator.sizes)} (multiples of {trainer.size_multiple} pixels)."
     )
     limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
@@ -302,7 +308,7 @@ def check_model(state: DoctorState) -> Row | str:
 
 
 def check_prompt_lengths(state: DoctorState) -> Row | str:
-    """Check that the model reads every prompt to its end."""
+    """Check that the model does not truncate prompts."""
     if state.trainer is not None:
         pipeline = state.trainer.pipeline
     else:
@@ -311,14 +317,14 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
             return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
         pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
     with truncations_counted(pipeline):  # tokenizers warn of each long text
-        truncated = describe_truncated(pipeline, family_of(pipeline), state.prompts)
-    if truncated is not None:
-        return Row(WARNING, truncated)
+        truncation_warning = describe_truncated(pipeline, family_of(pipeline), state.prompts)
+    if truncation_warning is not None:
+        return Row(WARNING, truncation_warning)
     return f"{type(pipeline).__name__} reads each of {len(state.prompts)} prompts to its end."
 
 
 def check_memory(state: DoctorState) -> Row:
-    """Plan the memory of a process by phase, from configs alone, and compare it with a device's."""
+    """Plan the memory of a process by phase, from configs alone, and compare it with a device."""
     total = state.plan_args.memory_of(state.args)
     make_plan = image_plan if isinstance(state.args, PaCoGRPOConfig) else judge_plan
     host = host_memory() if state.plan_args.device_memory is None else None  # another card may be in another machine
@@ -326,21 +332,21 @@ def check_memory(state: DoctorState) -> Row:
 
 
 def host_memory() -> int:
-    """Return the memory of this machine, or of the container that this process runs in."""
+    """Return the memory of this machine, or of the process's container."""
     limit, total = Path("/sys/fs/cgroup/memory.max"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     content = limit.read_text().strip() if limit.exists() else "max"
     return total if content == "max" else min(int(content), total)
 
 
 def judge_plan(script_args: reward.ScriptArguments, args: Any, dataset: None = None) -> MemoryPlan:
-    """Plan the memory of the training of a judge."""
+    """Plan the memory of a judge's training."""
     peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
     quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
     return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
 
 
 def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> MemoryPlan:
-    """Plan the memory of a run of PaCo-GRPO, DiffusionNFT or AWM."""
+    """Plan the memory of a PaCo-GRPO, DiffusionNFT or AWM run."""
     rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
     models = [model for model, url in judges_of(script_args) if url is None]
     models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
@@ -349,10 +355,10 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
 
 
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
-    """Show the phases of a run, and compare them with a device of `total` bytes and a machine of `host` bytes."""
+    """Describe the phases of a run, compared with a device of `total` bytes and a machine of `host` bytes."""
     lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
     if total is None:
-        lines.append("No CUDA device to compare with; `--device_memory 24GiB` plans for one.")
+        lines.append("There is no CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
     if total is not None and plan.peak > limit:
@@ -361,9 +367,9 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         advice = f"Settings that save memory: {saving}. Or a larger device, smaller images or models."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
-    if total is not None and (large := [phase.name for phase in plan.commands if phase.total > limit]):
-        names = ", ".join(f"`paco-trl {name}`" for name in large)
-        lines.append(f"With what is trained, {names} takes more: see the row, and `--quantization` there.")
+    if total is not None and (large_commands := [phase.name for phase in plan.commands if phase.total > limit]):
+        names = ", ".join(f"`paco-trl {name}`" for name in large_commands)
+        lines.append(f"With the trained model, {names} takes more. See the row, and `--quantization` there.")
     count = int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_processes))
     lines.append(f"Host memory: {format_size(plan.host_peak)} for each of {count} process(es) of a machine.")
     if host is not None:
@@ -375,32 +381,34 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
 
 
 def check_noise_free(state: DoctorState) -> Row | str:
-    """Check that without noise the policy generates what the pipeline itself generates."""
+    """Check that the policy without noise generates the same latents as the pipeline."""
     generator = state.generator
-    untouched = generator.generate_untouched()
+    pipeline_output = generator.generate_untouched()
     policy = generator.generate(sde=generator.sde_settings(noise_level=0.0))
-    difference = (policy.latents - untouched.latents).abs().max().item()
-    scale = untouched.latents.abs().max().item()
-    accepted = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
+    difference = (policy.latents - pipeline_output.latents).abs().max().item()
+    scale = pipeline_output.latents.abs().max().item()
+    tolerance = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
     finding = (
         f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of the "
         f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
-        f"{scale:.3g}, accepted {accepted:.3g})."
+        f"{scale:.3g}, accepted {tolerance:.3g})."
     )
-    if difference <= accepted:  # NaN is not
+    if difference <= tolerance:  # NaN is not
         return finding
     return Row(FAILED, finding, "Look for a changed scheduler, or a new adapter that is not the identity.")
 
 
 def check_ratio(state: DoctorState) -> Row | str:
-    """Check that the replay gives the log-probabilities of the rollout, and a gradient."""
+    """Check that the replay reproduces the log-probabilities of the rollout, and has a gradient."""
     generator, trainer, args = state.generator, state.trainer, state.args
     device, layout, ratios = trainer.accelerator.device, args.round_plan, defaultdict(list)
     rng = torch.Generator().manual_seed(args.seed)
-    # Those of a new adapter, which a rollout or replay might leave out
-    planted = [weight for name, weight in trainer.model.named_parameters() if ".lora_B." in name and not weight.any()]
+    # Fill the zero weights of a new adapter, which a rollout or replay might otherwise ignore unnoticed
+    zero_weights = [
+        weight for name, weight in trainer.model.named_parameters() if ".lora_B." in name and not weight.any()
+    ]
     try:
-        for weight in planted:
+        for weight in zero_weights:
             weight.data.copy_(1e-2 * torch.randn(weight.shape, generator=rng))
         round = generator.rollout()
         if device.type == "cuda":
@@ -411,8 +419,8 @@ def check_ratio(state: DoctorState) -> Row | str:
                     log_prob = generator.replay(step)
                     log_prob.mean().backward()
                     ratios[step.index].append(torch.exp(log_prob.detach() - step.log_prob))
-    finally:  # also where memory is short: the rewards are checked next, of the untrained model
-        for weight in planted:
+    finally:  # even without enough memory, since the rewards of the untrained model are checked next
+        for weight in zero_weights:
             weight.data.zero_()
     deviations = {index: (torch.cat(values) - 1).abs().max().item() for index, values in ratios.items()}
     has_gradient = any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
@@ -423,14 +431,14 @@ def check_ratio(state: DoctorState) -> Row | str:
         f"{max(deviations.values()):.3g} ({steps}); the run stops above {trainer.statistics.tolerance:.3g}."
     )
     if device.type == "cuda":
-        allocated = format_size(torch.cuda.max_memory_allocated(device))
-        finding += f" Forward and backward took {allocated} on the device, without the optimizer's states."
-    limit = min(trainer.statistics.tolerance, args.epsilon / 10)  # from which on a run warns
+        peak_memory = format_size(torch.cuda.max_memory_allocated(device))
+        finding += f" Forward and backward took {peak_memory} on the device, without the optimizer's states."
+    limit = min(trainer.statistics.tolerance, args.epsilon / 10)  # above which a run warns
     if not all(value <= limit for value in deviations.values()):  # NaN is not
         is_good = all(value <= trainer.statistics.tolerance for value in deviations.values())
         advice = (
-            "Rollout and training compute different numbers: look for dropout, for layers that behave differently with "
-            f"gradients, for a compiled replay. In bf16 it can be rounding where `epsilon` ({args.epsilon:g}) is small: then "
+            "Rollout and training compute different numbers. Look for dropout, layers that behave differently with "
+            f"gradients, or a compiled replay. In bf16, it may be rounding if `epsilon` ({args.epsilon:g}) is small: then "
             "set `ratio_tolerance` above it."
         )
         return Row(WARNING if is_good else FAILED, finding, advice)
@@ -440,8 +448,8 @@ def check_ratio(state: DoctorState) -> Row | str:
 
 
 def check_reward_values(state: DoctorState) -> list[Row]:
-    """Check each reward on the images of a prompt, as a round scores them."""
-    trainer, rows = state.trainer, dict[Callable, Row]()  # those that the evaluation shares are shown once
+    """Check each reward on the images of a prompt, scored like in a round."""
+    trainer, rows = state.trainer, dict[Callable, Row]()  # rewards shared with the evaluation are shown once
     round = state.generator.rollout()
     for scorer in dict.fromkeys((trainer.scorer, trainer.evaluator.scorer)):
         with scorer.scoring(round, trainer.state) as scoring:
@@ -450,12 +458,14 @@ def check_reward_values(state: DoctorState) -> list[Row]:
         for function, name, column in zip(rewards.functions, rewards.names, values.T, strict=True):
             if function in rows:
                 continue
-            kind = "reward" if rewards is trainer.rewards else "evaluation reward"
-            shown = ", ".join(f"{value:.4g}" for value in column.tolist())
-            row = rows[function] = Row(OK, f"{len(values)} images of one prompt: {shown}.", check=f"{kind} {name}")
+            label = "reward" if rewards is trainer.rewards else "evaluation reward"
+            values_text = ", ".join(f"{value:.4g}" for value in column.tolist())
+            row = rows[function] = Row(
+                OK, f"{len(values)} images of one prompt: {values_text}.", check=f"{label} {name}"
+            )
             if column.isnan().any():
                 row.verdict = FAILED if column.isnan().all() else WARNING
-                reason = getattr(function, "problem", None) or "find out why the reward gives None"
+                reason = getattr(function, "missing_score_reason", None) or "find out why the reward gives None"
                 row.advice = f"Images without a value (nan) are left out: {reason}."
             elif len(values) > 1 and column.min() == column.max():
                 row.verdict = WARNING
@@ -465,7 +475,7 @@ def check_reward_values(state: DoctorState) -> list[Row]:
 
 # ---- The command ----
 
-# Name -> check, and the checks that it builds on
+# Name -> check, and the checks that it requires
 CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "versions": (check_versions, ()),
     "configuration": (check_configuration, ()),
@@ -482,24 +492,24 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
 }
 
 
-def examine(command: str, words: list[str], console: Console) -> list[Row]:
-    """Run all checks that can run, with the options of a training command."""
+def examine(command: str, argv: list[str], console: Console) -> list[Row]:
+    """Run all possible checks for the options of a training command."""
     rows: list[Row] = []
     checks = CHECKS
     if command == "reward":
         checks = {name: CHECKS[name] for name in ("versions", "configuration", "output directory", "hub", "memory")}
     with tempfile.TemporaryDirectory() as temporary_dir, ExitStack() as stack:
         stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
-        state = DoctorState(parser_for(command), words, temporary_dir)
-        for number, (name, (check, needs)) in enumerate(checks.items(), start=1):
+        state = DoctorState(parser_for(command), argv, temporary_dir)
+        for number, (name, (check, requirements)) in enumerate(checks.items(), start=1):
             console.print(f"\\[{number}/{len(checks)}] {name} ...", highlight=False)
-            missing = [row.check for row in rows if row.check in needs and row.verdict in (FAILED, SKIPPED)]
+            missing = [row.check for row in rows if row.check in requirements and row.verdict in (FAILED, SKIPPED)]
             for row in [Row(SKIPPED, f"needs: {', '.join(missing)}")] if missing else run_check(check, state):
                 row.check = row.check or name
                 advice = f"\n[bold]->[/] {escape(row.advice)}" if row.advice else ""
                 text = f"{escape(row.check)}: [{_COLORS[row.verdict]}]{row.verdict}[/]\n{escape(row.finding)}{advice}"
-                shown = text if row.table is None else Group(text, row.table)
-                console.print(Padding(shown, (0, 0, 0, 6)), highlight=False)
+                content = text if row.table is None else Group(text, row.table)
+                console.print(Padding(content, (0, 0, 0, 6)), highlight=False)
                 rows.append(row)
         if state.trainer is not None:
             state.trainer.accelerator.end_training()
@@ -507,15 +517,15 @@ def examine(command: str, words: list[str], console: Console) -> list[Row]:
 
 
 def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[Row]:
-    """Run a check, unless it needs weights or a placed model that are not there; its errors and warnings are rows."""
+    """Run a check if its model is available. Its errors and warnings become rows."""
     is_generating = check in (check_noise_free, check_ratio)
     handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         if is_generating and state.args.deepspeed_plugin is not None:
-            skipped = "DeepSpeed places the model only when training begins."
-            return [Row(SKIPPED, skipped, "Run the doctor without it.")]
+            reason = "DeepSpeed places the model only when training begins."
+            return [Row(SKIPPED, reason, "Run the doctor without it.")]
         result = check(state)
     except Exception as error:
         frames = "" if is_message_enough(error) else frames_of_cause(error)
@@ -524,23 +534,25 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     finally:
         logger.removeHandler(handler)
     rows = result if isinstance(result, list) else [Row(OK, result) if isinstance(result, str) else result]
-    if handler.buffer and rows[0].verdict == OK and not is_generating:  # which warns of each prompt that CLIP cuts
-        warned = " ".join(dict.fromkeys(record.getMessage() for record in handler.buffer))
-        rows[0] = replace(rows[0], verdict=WARNING, advice=warned)
+    if (
+        handler.buffer and rows[0].verdict == OK and not is_generating
+    ):  # which warns about every prompt that CLIP truncates
+        warnings_text = " ".join(dict.fromkeys(record.getMessage() for record in handler.buffer))
+        rows[0] = replace(rows[0], verdict=WARNING, advice=warnings_text)
     return rows
 
 
-def _listed(counter: Counter) -> str:
+def _format_counts(counter: Counter) -> str:
     """Format `Counter({(2, 2): 12})` as "2 x 2 (12)", the most frequent first."""
-    shown = [f"{a} x {b} ({count})" for (a, b), count in counter.most_common(4)]
-    return ", ".join(shown) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
+    entries = [f"{a} x {b} ({count})" for (a, b), count in counter.most_common(4)]
+    return ", ".join(entries) + (f" and {len(counter) - 4} more" if len(counter) > 4 else "")
 
 
-def diagnose(command: str, words: list[str]) -> int:
+def diagnose(command: str, argv: list[str]) -> int:
     """Run all checks; return 0 if none failed, else 1."""
     # Under `accelerate launch` every process runs the checks, and one of them prints
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
-    rows = examine(command, words, console)
+    rows = examine(command, argv, console)
     verdicts = Counter(row.verdict for row in rows)
     console.print(
         ", ".join(f"{verdicts[name]} [{color}]{name}[/]" for name, color in _COLORS.items() if verdicts[name])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl doctor`: its arguments, and those of the command that it checks."""
+"""Arguments of `paco-trl doctor`, and of the command that it checks."""
 
 import re
 import sys
@@ -21,33 +21,33 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)  # a low
 
 @dataclass
 class PlanArguments:
-    """What the memory is planned for."""
+    """Options of the memory plan."""
 
     device_memory: str | None = option(
         None,
-        "Memory of the card to plan for, such as 24GiB; no weights are loaded. If `None`, that of this machine's.",
+        "Memory of the GPU to plan for, such as 24GiB, without loading weights. Defaults to this machine's GPU.",
     )
 
     def errors(self) -> Iterator[OptionError]:
         """Find what is no size."""
         if self.device_memory is not None and not _SIZE.fullmatch(self.device_memory.strip()):
-            message = f"`--device_memory` is {self.device_memory!r}; it must be a size, such as 24GiB."
+            message = f"`--device_memory` is {self.device_memory!r}, but must be a size, such as 24GiB."
             yield OptionError(message, "device_memory")
 
     def memory_of(self, args: Any) -> int | None:
-        """Return the memory of the card."""
+        """Return the memory of the device in bytes, `None` without one."""
         if self.device_memory is not None and (size := _SIZE.fullmatch(self.device_memory.strip())):
             is_binary = size[3] or not self.device_memory.upper().endswith("B")
             power = "KMGT".index(size[2].upper() or "G") + 1
             return int(float(size[1]) * (1024 if is_binary else 1000) ** power)
         import torch
 
-        is_there = torch.cuda.is_available() and not args.use_cpu
-        return torch.cuda.get_device_properties(args.device).total_memory if is_there else None
+        has_gpu = torch.cuda.is_available() and not args.use_cpu
+        return torch.cuda.get_device_properties(args.device).total_memory if has_gpu else None
 
 
 def parser_for(command: str) -> CommandParser:
-    """Build the parser of the options of a training command, and of the doctor's own."""
+    """Build a parser for the options of a training command and of the doctor."""
     text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {command}`."
     program = f"paco-trl doctor {command}"
     if command == "reward":
@@ -58,7 +58,7 @@ def parser_for(command: str) -> CommandParser:
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 0 if no check failed, else 1."""
-    command, *words = arguments or ["--help"]
+    command, *argv = arguments or ["--help"]
     if command in ("-h", "--help"):
         sys.stdout.write(
             "usage: paco-trl doctor {grpo,nft,reward} [the options of that command] [--device_memory 24GiB]\n\n"
@@ -69,6 +69,8 @@ def main(arguments: list[str]) -> int:
         )
         return 0
     if command not in ("grpo", "nft", "reward"):
-        raise OptionError(f"it got {command!r}; the first word is the command to check: grpo, nft or reward.")
-    parser_for(command).read(words)  # refuses what is wrong without a model
-    return work_of("doctor", "diagnose")(command, words)
+        raise OptionError(
+            f"it got {command!r}, but the first argument must be the command to check: grpo, nft or reward."
+        )
+    parser_for(command).read(argv)  # fails early, before a model is read
+    return work_of("doctor", "diagnose")(command, argv)

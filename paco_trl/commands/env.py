@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl env`: prints versions and devices, without tokens, paths or the name of the machine."""
+"""`paco-trl env`: prints versions and devices, without tokens, paths or host names."""
 
 import importlib.metadata
 import platform
@@ -10,7 +10,7 @@ from packaging.version import Version
 
 VERSIONS = ("trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch", "deepspeed")
 _OPTIONAL_PACKAGES = ("bitsandbytes", "huggingface-hub", "openai", "torchao", "torchvision", "vllm")
-# The trainers override private methods of these: tests/test_contract.py lists which
+# The trainers override private methods of these, see tests/test_contract.py
 TESTED_WITH = {"trl": "1.16", "transformers": "5.24"}
 
 
@@ -23,13 +23,13 @@ def version_of(package: str) -> str | None:
 
 
 def newer_than_tested() -> list[str]:
-    """Say which libraries are newer than those that the trainers were tested with."""
-    installed = {name: version_of(name) or tested for name, tested in TESTED_WITH.items()}
+    """Describe libraries that are newer than the tested versions."""
+    installed_versions = {name: version_of(name) or tested_version for name, tested_version in TESTED_WITH.items()}
     return [
-        f"paco_trl was tested with {name} {tested}, and {installed[name]} is installed. Its trainers override private "
-        f'methods of {name}: if a run fails in them, `pip install "{name}=={tested}.*"`.'
-        for name, tested in TESTED_WITH.items()
-        if Version(installed[name]).release[:2] > Version(tested).release
+        f"paco_trl was tested with {name} {tested_version}, but {installed_versions[name]} is installed. Its trainers override private "
+        f'methods of {name}. If a run fails in them, `pip install "{name}=={tested_version}.*"`.'
+        for name, tested_version in TESTED_WITH.items()
+        if Version(installed_versions[name]).release[:2] > Version(tested_version).release
     ]
 
 

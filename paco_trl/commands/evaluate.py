@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of `paco-trl evaluate`, see `evaluate_arguments.py`."""
+"""Stages of `paco-trl evaluate`, see `evaluate_arguments.py`."""
 
 import json
 from collections.abc import Callable, Generator
@@ -45,21 +45,21 @@ from .evaluate_prompts import evaluate_prompts
 from .options import find_unused
 
 
-_SYSTEM_FILE = "system.json"  # says where the scored images are that were generated elsewhere
+_SYSTEM_FILE = "system.json"  # has the directory of images that were generated elsewhere
 
-# The work behind its `yield` takes hours: what can be wrong is found before
+# Checks everything before its `yield`, and does hours of work after it
 Step = Generator[None, None, None]
 
 
 def run(*steps: Step) -> None:
-    """Run steps one after the other, each of them up to its `yield` before the first goes on."""
+    """Run the checks of all steps, up to their `yield`, then their work, one after the other."""
     with ExitStack() as stack:
         for step in steps:
             stack.callback(step.close)
             next(step, None)
         for step in steps:
             next(step, None)
-            release_memory()  # a judge and its hook on the model refer to one another
+            release_memory()  # a judge and its hook on the model reference each other
 
 
 def _load_benchmark(args) -> Dataset:
@@ -72,13 +72,13 @@ def _load_benchmark(args) -> Dataset:
     if args.benchmark == "stories":
         refuse(find_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`"))
         return complete_image_sets(load_stories(args.dataset_name))
-    # The source that the published script shows its judge is not the one that is edited
+    # The published script shows its judge another version of the source than the edited one
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
 def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, spec: LoadingSpec) -> Dataset:
-    """Load the benchmark; of its sets, `args` gets what it leaves out from the adapter's training run, or the defaults."""
+    """Load the benchmark, and fill in `args` for its sets from the adapter's training run, or the defaults."""
     run = {} if spec.card is None or args.benchmark == "gedit" else spec.card.settings
     if args.benchmark == "t2is":
         args.set_layout = args.set_layout or run.get("set_layout")
@@ -99,14 +99,14 @@ def _has_separate(benchmark: Dataset) -> bool:
 
 
 def _find_images(args, folder: str, benchmark: Dataset, images: str | None = None) -> tuple[SystemImages, dict]:
-    """Find the images of a system, and how they were generated: nothing is known of those from elsewhere."""
+    """Find the images of a system and the settings of their generation, empty for images from elsewhere."""
     settings = read_record(Path(folder) / "settings.json")
     if not settings and images is None:
-        raise FileNotFoundError(f"There are no images in {folder}. Run `generate`, or give a directory as `--images`.")
+        raise FileNotFoundError(f"There are no images in {folder}. Run `generate`, or pass a directory as `--images`.")
     if settings and settings["prompts"] != digest_of_prompts(benchmark):
         raise ValueError(f"The images in {folder} were generated with other prompts, or another `--set_layout`.")
     if settings and images is not None:
-        raise OptionError(f"{folder} has generated images. Give `--images` another `--output_dir`.")
+        raise OptionError(f"{folder} has generated images. Use another `--output_dir` with `--images`.")
     if args.benchmark == "gedit":
         return benchmarks.find_edits(images or folder, benchmark), settings
     if not settings:
@@ -116,7 +116,7 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
 
 
 def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None) -> Step:
-    """Generate the images of one system: `spec`, or else what the options name."""
+    """Generate the images of a system, by default the one in the options."""
     spec = args.read_loading_spec() if spec is None else spec
     benchmark, panels = _load_as_trained(args, spec), {}
     if _has_separate(benchmark):
@@ -151,7 +151,7 @@ def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None)
 
 
 def score(args: arguments.ScoreArguments) -> Step:
-    """Score the images of one system."""
+    """Score the images of a system."""
     is_gedit = args.benchmark == "gedit"
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
@@ -180,57 +180,63 @@ def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpo
 
 
 def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list]:
-    """List the scores that each judge is asked for, by its name and address; check that each is there."""
-    # One model at a time, and one that is asked for both things once
-    work: dict[tuple[str, str | None], list] = {}
+    """Map the name and address of each judge to its scoring functions, and check that each is available."""
+    # One model at a time, and only once if it scores both alignment and consistency
+    tasks_by_judge: dict[tuple[str, str | None], list] = {}
     if args.alignment_model is not None:
-        work[args.alignment_model, args.alignment_url] = [benchmarks.score_alignment]
+        tasks_by_judge[args.alignment_model, args.alignment_url] = [benchmarks.score_alignment]
     for name in args.judges or []:
-        work.setdefault((name, args.judge_url), []).append(benchmarks.score_consistency)
-    for name, url in work:
+        tasks_by_judge.setdefault((name, args.judge_url), []).append(benchmarks.score_consistency)
+    for name, url in tasks_by_judge:
         if url is None:
             PaCoReward.load_processor(name, args.trust_remote_code)
         else:
             cast(ServedJudge, arguments.load_judge(args, name, url)).check()
     if args.aesthetics_head is not None:
-        AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # reads all of it: it is small
-    return work
+        AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # loads everything, since it is small
+    return tasks_by_judge
 
 
-def _score_t2is(args: arguments.ScoreArguments, work: dict, benchmark: Dataset, images: SystemImages) -> None:
+def _score_t2is(
+    args: arguments.ScoreArguments, tasks_by_judge: dict, benchmark: Dataset, images: SystemImages
+) -> None:
     benchmarks.score_duplicates(images, benchmark, args.output_dir)
-    size = max(64, args.batch_size)  # how often scores are saved; the judge cuts its own batches
+    size = max(64, args.batch_size)  # images between saves; the judge splits them into batches
     if args.aesthetics_head is not None:
         scorer = AestheticScorer(args.aesthetics_head, args.clip_model, args.device, batch_size=args.batch_size)
         benchmarks.score_aesthetics(scorer, images, benchmark, args.output_dir, size)
         del scorer
         release_memory()
-    for judge, tasks in work.items():
-        loaded = arguments.load_judge(args, *judge)
+    for name_and_url, tasks in tasks_by_judge.items():
+        judge = arguments.load_judge(args, *name_and_url)
         for task in tasks:
-            task(loaded, images, benchmark, args.output_dir, size)
-        del loaded
+            task(judge, images, benchmark, args.output_dir, size)
+        del judge
         release_memory()
 
 
 def _open_system(args: arguments.ReportArguments, folder: str, role: str, benchmark: Dataset) -> benchmarks.System:
     record_file = Path(folder) / _SYSTEM_FILE
-    elsewhere = read_record(record_file).get("images")
-    images, settings = _find_images(args, folder, benchmark, elsewhere)
+    external_folder = read_record(record_file).get("images")
+    images, settings = _find_images(args, folder, benchmark, external_folder)
     if not settings:
-        return benchmarks.System(role, Path(cast(str, elsewhere)).name, images, Path(folder))
-    hidden = ("prompts", "benchmark", "adapter_weights", "model_files")
-    shown = {name: value for name, value in settings.items() if name not in hidden}
-    shown |= {name: public_name(shown[name]) for name in ("model", "adapter") if shown[name] is not None}
-    return benchmarks.System(role, shown["adapter"] or shown["model"], images, Path(folder), shown)
+        return benchmarks.System(role, Path(cast(str, external_folder)).name, images, Path(folder))
+    hidden_names = ("prompts", "benchmark", "adapter_weights", "model_files")
+    public_settings = {name: value for name, value in settings.items() if name not in hidden_names}
+    public_settings |= {
+        name: public_name(public_settings[name]) for name in ("model", "adapter") if public_settings[name] is not None
+    }
+    return benchmarks.System(
+        role, public_settings["adapter"] or public_settings["model"], images, Path(folder), public_settings
+    )
 
 
-def _find_trained_on(args: arguments.ReportArguments, benchmark: Dataset) -> dict | None:
+def _find_leakage(args: arguments.ReportArguments, benchmark: Dataset) -> dict | None:
     if args.train_dataset_name is None:
         return None
     is_t2is = args.benchmark == "t2is"
     training = (load_image_set_prompts if is_t2is else load_edit_prompts)(args.train_dataset_name)
-    ids = benchmark["id"][:] if is_t2is else edit_keys(benchmark)  # the same id in two languages is two edits
+    ids = benchmark["id"][:] if is_t2is else edit_keys(benchmark)  # ids occur in two languages
     return benchmarks.find_leaks(
         training.with_format(None)["prompt"][:], benchmark.with_format(None)["prompt"][:], ids
     )
@@ -241,7 +247,7 @@ def report(args: arguments.ReportArguments) -> Step:
     if args.card is not None:
         check_card(args.card)
     benchmark = _load_benchmark(args)
-    leakage, name = _find_trained_on(args, benchmark), public_name(str(args.dataset_name))
+    leakage, name = _find_leakage(args, benchmark), public_name(str(args.dataset_name))
     yield
     if not PartialState().is_main_process:
         return
@@ -249,7 +255,7 @@ def report(args: arguments.ReportArguments) -> Step:
     systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
     adapters = [system.settings.get("adapter") for system in systems]
     if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
-        message = f"`--base` has the adapter {adapters[0]!r} and `--tuned` none: the wrong way around. Swap them."
+        message = f"`--base` has the adapter {adapters[0]!r} and `--tuned` has none. Swap them."
         raise OptionError(message, "base", "tuned")
     if args.benchmark == "t2is":
         results = benchmarks.t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
@@ -263,44 +269,50 @@ def report(args: arguments.ReportArguments) -> Step:
     if args.card is not None:
         paths["card"] = benchmarks.add_results_to_card(args.card, results)
     benchmarks.print_report(results, console := Console())
-    for what, path in paths.items():
-        console.print(f"{what}: {escape(str(path))}")
+    for title, path in paths.items():
+        console.print(f"{title}: {escape(str(path))}")
 
 
 def images(args: arguments.ImagesArguments) -> None:
-    """Generate, score and report the base model and the adapter; what is there is not made again."""
+    """Generate, score and report the base model and the adapter, without repeating finished work."""
     spec = args.read_loading_spec()
     if args.benchmark == "t2is":
-        _load_as_trained(args, spec)  # the base model gets what the adapter gets
+        _load_as_trained(args, spec)  # the base model gets the adapter's settings
     systems, folder = {"base": spec.base, "tuned": spec}, Path(args.output_dir)
     if args.adapter is None:
         del systems["tuned"]
 
-    def of(kind: type, role: str, **changed: Any) -> Any:
-        shared = {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
-        part = kind(**shared | changed | {"output_dir": str(folder / role)})
-        part.typed = {name for name in getattr(args, "typed", ()) if name not in changed}
-        refuse(part.errors())
-        return part
+    def stage_arguments(cls: type, role: str, **overrides: Any) -> Any:
+        shared_options = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        stage_args = cls(**shared_options | overrides | {"output_dir": str(folder / role)})
+        stage_args.typed = {name for name in getattr(args, "typed", ()) if name not in overrides}
+        refuse(stage_args.errors())
+        return stage_args
 
-    judging: dict[str, Any] = {"dtype": "auto", "batch_size": 16}  # those of the pipeline are not the judge's
+    score_overrides: dict[str, Any] = {
+        "dtype": "auto",
+        "batch_size": 16,
+    }  # the pipeline's options do not apply to the judge
     if args.benchmark == "t2is":
-        judging["protocol"] = "default"  # the published one is of its report
-    compared = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in systems else None}
+        score_overrides["protocol"] = "default"  # only the report has a published protocol
+    report_overrides = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in systems else None}
     run(
         *(
-            generate(of(arguments.GenerateArguments, role, adapter=None if role == "base" else args.adapter), system)
+            generate(
+                stage_arguments(arguments.GenerateArguments, role, adapter=None if role == "base" else args.adapter),
+                system,
+            )
             for role, system in systems.items()
         ),
-        *(score(of(arguments.ScoreArguments, role, **judging)) for role in systems),
-        report(of(arguments.ReportArguments, "report", **compared)),
+        *(score(stage_arguments(arguments.ScoreArguments, role, **score_overrides)) for role in systems),
+        report(stage_arguments(arguments.ReportArguments, "report", **report_overrides)),
     )
 
 
 def run_stage(stage: str, args: Any) -> None:
     """Run a stage."""
     if stage != "judge":
-        # Without an accelerator the processes of a launch know of each other only if they are told to use the CPU
+        # Without an accelerator, processes only form a group if told to use the CPU
         PartialState(cpu=not torch.accelerator.is_available())
     stages: dict[str, Callable] = {
         "prompts": evaluate_prompts,

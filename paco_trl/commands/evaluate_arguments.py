@@ -5,13 +5,15 @@ Is an adapter better than its base model on your own prompts? One call generates
     paco-trl evaluate prompts --dataset_name sets.jsonl --adapter paco-flux \
         --rewards consistency clip_t --output_dir evaluation/prompts
 
-An adapter and its base model on T2IS-Bench or GEdit-Bench, in one call, or in the steps `generate`, `score` and `report`:
+An adapter and its base model on T2IS-Bench or GEdit-Bench, in one call, or in the steps `generate`, `score` and
+`report`:
 
     paco-trl evaluate images t2is --dataset_name t2is.jsonl --adapter user/paco-flux \
         --judges Qwen/Qwen2.5-VL-7B-Instruct google/gemma-3-4b-it --output_dir evaluation
 
-`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well (`--config file.yaml`).
-Interrupted stages resume. Images that were generated elsewhere are scored with `score --images directory`.
+`paco-trl evaluate <stage> --help` lists the options of a stage, which a YAML file can give as well (`--config
+file.yaml`). Interrupted stages resume. Images that were generated elsewhere are scored with `score --images
+directory`.
 
 A judge is evaluated on rankings by people, or on EditReward-Bench:
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from ..rewards.paco_reward import PaCoReward
 
 
-# What only a judge on a server has
+# Options only for a judge on a server
 SERVED_ONLY = ("api_key_variable", "max_concurrency")
 # Benchmark -> its dataset
 BENCHMARKS = {
@@ -53,15 +55,15 @@ BENCHMARKS = {
     "vc_reward": "GEditBench-v2/VCReward-Bench",
     "editreward_compass": "DogNeverSleep/EditReward-Compass",
 }
-# What only a judge in the process has
+# Options only for a judge in the process
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
 IN_PROCESS_ONLY = (*OF_JUDGES, "device", "dtype", "trust_remote_code")
 # Options of `score` that only one of the benchmarks has
 _T2IS_ONLY = ("alignment_file", "alignment_model", "alignment_url", "aesthetics_head", "clip_model", "device", "dtype")
 _T2IS_ONLY += ("batch_size", "trust_remote_code", *OF_JUDGES)
 _GEDIT_ONLY = ("protocol", "gedit_repo")
-# What an option of `score` is for
-_NEEDED = {
+# Option of `score` -> options that depend on it
+_DEPENDENT_OPTIONS = {
     "judges": ("judge_url",),
     "alignment_model": ("alignment_file", "alignment_url"),
     "aesthetics_head": ("clip_model",),
@@ -70,22 +72,22 @@ _NEEDED = {
 
 @dataclass
 class JudgeOptions(RequestArguments):
-    """Where a judge is, in the process or on a server, and how it runs."""
+    """Location of a judge, in the process or on a server, and how it runs."""
 
     judge_url: str | None = option(None, "OpenAI-compatible server of the judge, such as `http://127.0.0.1:8000/v1`.")
     judge_quantization: str | None = option(None, JUDGE_QUANTIZATION)
     judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
-    device: str | None = option(None, "Device to score on. If `None`, an accelerator if there is one, else the CPU.")
+    device: str | None = option(None, "Device to score on. Defaults to an accelerator if there is one, or the CPU.")
     dtype: str = option(
         "auto", "Dtype of a judge in the process: `float32`, `bfloat16`, `float16`, `auto` (its own).",
         choices=("auto", *DTYPES),
     )  # fmt: skip
     batch_size: int = option(16, "Queries per forward pass.")
-    trust_remote_code: bool = option(False, "Whether code that comes with a judge may be run.")
+    trust_remote_code: bool = option(False, "Whether to run code that comes with a judge.")
 
 
 def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | ServedJudge":
-    """Load a judge into the process, or connect to one at `url` without checking yet that it is there."""
+    """Load a judge into the process, or create a client for one at `url`, without a check."""
     if url is not None:
         from ..rewards import ServedJudge
 
@@ -102,66 +104,70 @@ def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | 
 
 @dataclass
 class SetOptions:
-    """What an image set is."""
+    """Layout of image sets."""
 
     set_layout: str | None = option(
         None,
-        "What an image set is: a `grid`, or `separate` images. If `None`, as in the adapter's run, or what its row says.",
+        "Layout of image sets: a `grid`, or `separate` images. Defaults to the adapter's run, or the layout in its row.",
         choices=SET_LAYOUTS,
     )
 
 
 @dataclass
 class PanelOptions(SetOptions):
-    """What an image set is, and how separate images are generated."""
+    """Layout of image sets, and generation of separate images."""
 
     panel_template: str | None = option(
-        None, "Prompt of a separate image. If `None`, that of the adapter's run, or `{theme} {panel}`."
+        None, "Prompt of a separate image. Defaults to the adapter's run, or `{theme} {panel}`."
     )
     panel_generation: str | None = option(
         None,
-        "Separate images are `independent`, from `shared_noise`, or `anchored`: the first is the source of the others. If "
-        "`None`, as in the adapter's run, or `independent`.",
+        "Separate images are `independent`, from `shared_noise`, or `anchored`: the first is the source of the others. "
+        "Defaults to the adapter's run, or `independent`.",
         choices=(None, *PANEL_GENERATIONS),
     )
 
 
 @dataclass
 class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
-    """Your own prompts: the base model against adapters, by any rewards, on a page with the images side by side."""
+    """Your own prompts: compare the base model with adapters by any rewards, on a page with side-by-side images."""
 
     adapter: list[str] | None = option(
         None,
-        "Adapters, or whole transformers of runs, to compare with the base model. If `None`, it is evaluated alone.",
+        "Adapters, or full transformers of runs, to compare with the base model. If `None`, only the base model is evaluated.",
     )
-    model_name_or_path: str | None = option(  # type: ignore[assignment]  # of training it has a default
-        None, "Hub id or directory of the pipeline. If `None`, the base of the first adapter, or FLUX.1-dev."
+    model_name_or_path: str | None = option(  # type: ignore[assignment]  # has a default in training
+        None, "Hub id or directory of the pipeline. Defaults to the first adapter's base model, or FLUX.1-dev."
     )
-    output_dir: str = option("evaluation/prompts", "Directory for images, scores, and a page for each adapter.")
+    output_dir: str = option("evaluation/prompts", "Directory for images, scores, and one page per adapter.")
     num_generations: int = option(1, "Number of images per prompt and model.")
-    num_inference_steps: int | None = option(None, "Denoising steps. If `None`, as evaluations of the run, or 20.")
-    guidance_scale: float | None = option(None, "Guidance scale. If `None`, that of the run, or 3.5.")
-    negative_prompt: str | None = option(None, "Negative prompt. If `None`, that of the run, or none.")
-    height: int | None = option(None, "Height in pixels, for rows without one. If `None`, that of the run, or 1024.")
-    width: int | None = option(None, "Width in pixels, for rows without one. If `None`, that of the run, or 1024.")
-    seed: int = option(42, "Seed of the noise, which is the same for the base model and each adapter.")
-    bf16: bool | None = option(None, "Whether to generate in bf16, not float32. If `None`, as the run, or in bf16.")
+    num_inference_steps: int | None = option(None, "Denoising steps. Defaults to the run's evaluations, or 20.")
+    guidance_scale: float | None = option(None, "Guidance scale. Defaults to the run's, or 3.5.")
+    negative_prompt: str | None = option(None, "Negative prompt. Defaults to the run's, if any.")
+    height: int | None = option(None, "Height in pixels, for rows without one. Defaults to the run's, or 1024.")
+    width: int | None = option(None, "Width in pixels, for rows without one. Defaults to the run's, or 1024.")
+    seed: int = option(42, "Seed of the noise, the same for the base model and all adapters.")
+    bf16: bool | None = option(
+        None, "Whether to generate in bf16 instead of float32. Defaults to the run's setting, or `True`."
+    )
     quantization: str | None = option("auto", PIPELINE_QUANTIZATION, choices=("auto", *QUANTIZATIONS))
-    vae_tiling: bool | None = option(None, "Whether the VAE decodes in tiles. If `None`, as in the run, or not.")
-    num_shown: int = option(24, "Number of images per model on the page: those of the largest gain and loss.")
+    vae_tiling: bool | None = option(
+        None, "Whether the VAE decodes in tiles. Defaults to the run's setting, or `False`."
+    )
+    num_shown: int = option(24, "Number of images per model on the page, with the largest gains and losses.")
 
     @property
     def folders(self) -> list[str]:
-        """Directories of the results, of the base model and of the adapters."""
+        """Return the directories of the results, for the base model and the adapters."""
         return ["base", *(os.path.basename(os.path.abspath(adapter)) for adapter in self.adapter or ())]
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what contradicts one another."""
+        """Yield errors of contradictory options."""
         yield from find_unused_reward_options(self)
         if len({*self.folders}) < len(self.folders):
             yield OptionError(
-                f"`--adapter` is {', '.join(self.adapter or ())}: two systems would write to one directory, since it has the "
-                "last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`.", "adapter",
+                f"`--adapter` is {', '.join(self.adapter or ())}, so that two systems would write to one directory, named after "
+                "the last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`.", "adapter",
             )  # fmt: skip
 
 
@@ -171,7 +177,7 @@ class BenchmarkArguments(SetOptions):
 
     benchmark: str = option(
         "t2is",
-        "`t2is` (T2IS-Bench), `gedit` (GEdit-Bench), or to `generate` alone `stories` (ViStoryBench).",
+        "`t2is` (T2IS-Bench), `gedit` (GEdit-Bench), or only for `generate` `stories` (ViStoryBench).",
         choices=("t2is", "gedit", "stories"),
     )
     dataset_name: str | None = option(
@@ -179,7 +185,7 @@ class BenchmarkArguments(SetOptions):
         "Hub id, directory or JSON lines of its prompts: `t2is` with the criteria, `gedit` raw or converted.",
         required=True,
     )
-    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
+    dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_split: str = option("train", "Split of the dataset.")
 
 
@@ -188,7 +194,7 @@ class ScoredArguments(BenchmarkArguments):
     """Benchmark of image models, and the files that its scores depend on."""
 
     alignment_file: str | None = option(None, "`prompt_alignment.json` of T2IS-Bench: what each panel should show.")
-    missing: str = option("error", "Missing images: `error`, or `zero` to score 0 each.", choices=("error", "zero"))
+    missing: str = option("error", "Missing images: `error`, or `zero` to score them as 0.", choices=("error", "zero"))
     protocol: str = option(
         "default", "`default`, or `published` as its own script does (`t2is`: in `report` only).", choices=PROTOCOLS
     )
@@ -209,10 +215,10 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     panel_files: bool = option(
         False, "Whether to also write panels as T2IS-Bench's or ViStoryBench's script reads them."
     )
-    output_dir: str = option("evaluation/base", "Directory of the system; each requires its own.")
+    output_dir: str = option("evaluation/base", "Directory of the system. Each system needs its own.")
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what contradicts one another."""
+        """Yield errors of contradictory options."""
         if self.benchmark == "gedit":
             yield from find_unused(self, ("panel_files", "batch_size"), "with `--benchmark gedit`", "benchmark")
         if len(self.seeds) > 1 and (self.benchmark == "gedit" or self.panel_files):
@@ -222,7 +228,7 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
 
 @dataclass
 class ScoringOptions(ScoredArguments, JudgeOptions):
-    """How images are scored: by one or more judges, and by whatever else is named."""
+    """Scorers of images: one or more judges, and optionally other models."""
 
     judges: list[str] | None = option(
         None, "Judges of consistency: Hub ids, directories, or names at `judge_url`. With `gedit` one, on a server."
@@ -230,7 +236,7 @@ class ScoringOptions(ScoredArguments, JudgeOptions):
     alignment_model: str | None = option(
         None, "Model that decides whether a panel shows its texts: Hub id, directory, or name at `alignment_url`."
     )
-    alignment_url: str | None = option(None, "Address of the OpenAI-compatible server that has `alignment_model`.")
+    alignment_url: str | None = option(None, "Address of the OpenAI-compatible server of `alignment_model`.")
     aesthetics_head: str | None = option(None, "Aesthetic predictor on CLIP: safetensors, Hub id or directory.")
     clip_model: str = option("openai/clip-vit-large-patch14", "CLIP model of the aesthetic predictor.")
     gedit_repo: str | None = option(None, "Clone of `stepfun-ai/Step1X-Edit`, for prompts of the published protocol.")
@@ -241,24 +247,26 @@ class ScoreArguments(ScoringOptions):
     """Scores of one system. Rerun it to add others."""
 
     output_dir: str = option("evaluation/base", "Directory of the system.")
-    images: str | None = option(None, "Directory of images generated elsewhere. If `None`, those `generate` saved.")
+    images: str | None = option(
+        None, "Directory of images generated elsewhere. Defaults to those saved by `generate`."
+    )
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what contradicts one another."""
+        """Yield errors of contradictory options."""
         yield from super().errors()
         is_gedit, judges, urls = self.benchmark == "gedit", self.judges or [], ("judge_url", "alignment_url")
         others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY
         yield from find_unused(self, others, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_url is None and self.alignment_url is None:
             yield from find_unused(self, SERVED_ONLY, "without `--judge_url` or `--alignment_url`", *urls)
-        for name, unused in _NEEDED.items():
+        for name, unused in _DEPENDENT_OPTIONS.items():
             if getattr(self, name) is None:
                 yield from find_unused(self, unused, f"without `--{name}`", name)
         if is_gedit and (self.judge_url is None or len(judges) != 1):
             message = "`--benchmark gedit` takes one judge on a server: `--judge_url` and its name in `--judges`."
             yield OptionError(message, "benchmark", "judge_url", "judges")
         if not is_gedit and self.alignment_model is not None and self.alignment_file is None:
-            message = "`--alignment_model` needs `--alignment_file`: what each panel should show."
+            message = "`--alignment_model` requires `--alignment_file`, which has what each panel should show."
             yield OptionError(message, "alignment_model", "alignment_file")
         addresses = [self.judge_url] * len(judges) + [self.alignment_url] * (self.alignment_model is not None)
         if not is_gedit and None not in addresses:
@@ -271,25 +279,25 @@ class ScoreArguments(ScoringOptions):
 
 @dataclass
 class ReportOptions(ScoredArguments):
-    """What a report shows."""
+    """Options of a report."""
 
     train_dataset_name: str | None = option(
-        None, "Training prompts to search for the benchmark's. If `None`, unchecked."
+        None, "Training prompts to search for the benchmark's. If `None`, leakage is not checked."
     )
-    num_shown: int = option(12, "Number of sets on the page: those of the largest gain and loss.")
+    num_shown: int = option(12, "Number of sets on the page, with the largest gains and losses.")
     card: str | None = option(None, "Directory of the adapter whose model card gets the results of the last system.")
 
 
 @dataclass
 class ReportArguments(ReportOptions):
-    """Figures of one system, or of two and their difference: JSON, Markdown, an HTML page, and the card."""
+    """Results of one system, or of two and their difference, as JSON, Markdown, an HTML page, and in the card."""
 
-    base: str = option("evaluation/base", "Directory of the system to compare with, or of the only one.")
+    base: str = option("evaluation/base", "Directory of the system to compare with, or of the only system.")
     tuned: str | None = option(None, "Directory of the system to compare with `base`.")
     output_dir: str = option("evaluation/report", "Directory for `results.json`, `results.md` and `report.html`.")
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what contradicts one another."""
+        """Yield errors of contradictory options."""
         yield from super().errors()
         if self.card is not None and self.tuned is None:
             message = "`--card` is for the adapter of a tuned system, but there is none. Give `--tuned` too."
@@ -298,15 +306,15 @@ class ReportArguments(ReportOptions):
 
 @dataclass(kw_only=True)
 class ImagesArguments(GenerateArguments, ScoringOptions, ReportOptions):
-    """A benchmark in one call: the base model and an adapter generate, are scored, and compared in a report."""
+    """A benchmark in one call: generate with the base model and an adapter, score, and compare in a report."""
 
     benchmark: str = option(MISSING, "`t2is` (T2IS-Bench) or `gedit` (GEdit-Bench).", choices=("t2is", "gedit"))
     output_dir: str = option("evaluation", "Directory, with `base`, `tuned` and `report` in it.")
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what is missing; those of its parts are found when it begins."""
+        """Yield missing options. Contradictions are found by the stages at their start."""
         if not self.judges:
-            yield OptionError("`--judges` is missing: without one there is nothing to report.", "judges")
+            yield OptionError("`--judges` is missing. Pass at least one, or there is nothing to report.", "judges")
 
 
 @dataclass
@@ -325,24 +333,24 @@ class JudgeArguments(JudgeOptions):
         "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
         "the benchmark on the Hub.",
     )
-    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
+    dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
     protocol: str = option(
         "default",
-        "How it is measured: `default`, or `published` for what the published scripts do.",
+        "Protocol: `default`, or `published` to repeat the published scripts.",
         choices=PROTOCOLS,
     )
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
         "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
-        "edits; if `None`, each edit alone is asked about.",
+        "edits; if `None`, each edit is scored on its own.",
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what contradicts one another."""
+        """Yield errors of contradictory options."""
         unused = ["template"] * (self.benchmark in ("edit_reward", "editreward_compass"))
         unused += ["protocol"] * (self.benchmark in ("vc_reward", "editreward_compass"))
         yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`", "benchmark")
@@ -365,6 +373,6 @@ STAGES = {
 }
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run a stage."""
-    return run_stage(words, STAGES, "evaluate", __doc__, check_names, positional={"images": "benchmark"})
+    return run_stage(argv, STAGES, "evaluate", __doc__, check_names, positional={"images": "benchmark"})

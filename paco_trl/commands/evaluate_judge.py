@@ -3,8 +3,8 @@
 `paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
-figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights has
-scores of its own (delete those of a judge on a server). Run several judges into one directory to compare them.
+figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights
+has scores of its own (delete those of a judge on a server). Run several judges into one directory to compare them.
 """
 
 import re
@@ -39,7 +39,7 @@ def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
     if script_args.benchmark == "vc_reward" and script_args.template is not None:
         if script_args.judge_url is None:
-            message = f"`--template {script_args.template}` needs a judge on a server: set `--judge_url`."
+            message = f"`--template {script_args.template}` requires a judge on a server. Set `--judge_url`."
             raise OptionError(message, "template", "judge_url")
         variable, concurrency = script_args.api_key_variable, script_args.max_concurrency
         endpoint = ChatEndpoint(script_args.judge_url, script_args.judge_model, variable, concurrency)
@@ -56,9 +56,9 @@ def load_scorer(script_args: JudgeArguments):
 
 
 def evaluate(script_args: JudgeArguments) -> None:
-    """Evaluate a judge, and report it next to those of the same directory."""
+    """Evaluate a judge, and report its results beside others in the same directory."""
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
-    # The published rankings are not in a form that `load_dataset` reads: JSON lines that name files
+    # `load_dataset` cannot read the published rankings, which are JSON lines with file names
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
     if script_args.benchmark == "rankings" and is_published:
         refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
@@ -74,8 +74,8 @@ def evaluate(script_args: JudgeArguments) -> None:
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)
     options = (template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
-    parts = (judge.name, script_args.benchmark, *options, digest(describe_scorer(judge))[:8])
-    name = re.sub(r"[^\w.]+", "-", "-".join(part for part in parts if part is not None)).strip("-.")
+    name_parts = (judge.name, script_args.benchmark, *options, digest(describe_scorer(judge))[:8])
+    name = re.sub(r"[^\w.]+", "-", "-".join(part for part in name_parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
     arguments: dict[str, Any] = {name: getattr(script_args, name) for name in ("batch_size", "protocol")}
     if script_args.benchmark == "rankings":

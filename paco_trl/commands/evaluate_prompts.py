@@ -64,15 +64,15 @@ from .script_arguments import (
 )
 
 
-# Row of the prompt and number of the image
+# Row of the prompt, and number of its image
 ImageIndex = tuple[int, int]
 
 
 def evaluate_prompts(args: PromptsArguments) -> None:
-    """Generate, score, and write a page for each adapter; a stopped evaluation resumes."""
+    """Generate, score, and write a page per adapter. Interrupted evaluations resume."""
     adapters = args.adapter or []
     folders = args.folders
-    base, *tuned = _read_systems(args)
+    base, *adapter_specs = _read_systems(args)
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
     is_editing = (
@@ -80,8 +80,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     )
     args.edits |= is_editing and "edits" not in args.typed  # as in training
     refuse(find_unused_edit_options(args))
-    shared = (*fields(PromptDataArguments), *fields(RewardOptions))
-    script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared})
+    shared_fields = (*fields(PromptDataArguments), *fields(RewardOptions))
+    script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared_fields})
     script_args.model_name_or_path = base.model
     dataset = load_train_prompts(script_args)
     settings = _settings(args, base)
@@ -106,11 +106,11 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     )
     models = offloadable_models(rewards.functions, accelerator.device)
     output_dir = Path(args.output_dir)
-    sources = output_dir / "base" / "sources"  # the images that prompts come with
+    sources = output_dir / "base" / "sources"  # source images of prompts
     systems: list[dict[str, Any]] = []
-    shown = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
+    public_settings = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
-        for name, adapter, spec in zip(folders, [None, *adapters], [base, *tuned], strict=True):
+        for name, adapter, spec in zip(folders, [None, *adapters], [base, *adapter_specs], strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
             folder = StageFolder(output_dir / name, settings | weights).images
             indices = itertools.product(range(len(rows)), range(args.num_generations))
@@ -119,7 +119,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 _generate(spec, settings, rows, files, accelerator)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
-            systems.append({"role": role, "name": title, "settings": shown, "files": files})
+            systems.append({"role": role, "name": title, "settings": public_settings, "files": files})
         with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
                 system["scores"] = _score(rewards, rows, system["files"], output_dir / name)
@@ -130,42 +130,42 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             for image in rows.images(number)[:1]:
                 write_atomically(sources / f"{number}.png", to_png(image))
         for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
-            compared = [systems[0], system] if adapters else [system]
+            page_systems = [systems[0], system] if adapters else [system]
             dataset_name = public_name(str(args.dataset_name))
-            results = _results(dataset_name, rows, rewards.names, compared, sources)
+            results = _results(dataset_name, rows, rewards.names, page_systems, sources)
             paths = save_generation_report(results, output_dir / name, args.num_shown)
             print_report(results, console := Console())
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
 def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
-    """Read the base model and the adapters, which are loaded as the first of them was spec."""
+    """Read the base model and the adapters, which are all loaded with the settings of the first."""
     dtype = "auto" if args.bf16 is None else "bfloat16" if args.bf16 else "float32"
     options: dict[str, Any] = {"dtype": dtype, "quantization": args.quantization, "vae_tiling": args.vae_tiling}
     adapters, model = args.adapter or [], args.model_name_or_path
-    first = (
+    first_spec = (
         read_adapter(adapters[0], model, **options) if adapters else read_pipeline(model or DEFAULT_MODEL, **options)
     )
     try:
-        more = [read_adapter(adapter, first.model, **options) for adapter in adapters[1:]]
+        others = [read_adapter(adapter, first_spec.model, **options) for adapter in adapters[1:]]
     except OtherBaseError as error:
         raise ValueError(
-            f"Adapters are compared on one base model, here '{first.model}', and one is of another. Evaluate them one by one."
+            f"Adapters must have the same base model, here '{first_spec.model}', but one has another. Evaluate them separately."
         ) from error
-    tuned = [first, *more] if adapters else []
-    systems = [replace(first, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in tuned]
-    if is_buildable(first.model, first.hub_arguments, None):
+    adapter_specs = [first_spec, *others] if adapters else []
+    systems = [replace(first_spec, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in adapter_specs]
+    if is_buildable(first_spec.model, first_spec.hub_arguments, None):
         for system in systems:
             pipeline = load_without_weights(
-                first.model, {"default": torch.float32}, encodes=False, **first.hub_arguments
+                first_spec.model, {"default": torch.float32}, encodes=False, **first_spec.hub_arguments
             )
             if system.adapter is not None:
                 check_trained(pipeline, family_of(pipeline), system.adapter)
-    return [first.base, *systems]
+    return [first_spec.base, *systems]
 
 
 def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
-    """Return what all images depend on: options, or else the settings of the first adapter's run, or else the defaults."""
+    """Return the settings of all images: the options, the first adapter's run, or the defaults, in this order."""
     names = ("height", "width", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
     settings: dict[str, Any] = {
         **{name: getattr(PaCoGRPOConfig, name) for name in names},
@@ -173,7 +173,7 @@ def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
     }
     if base.card is not None:
         run = base.card.settings
-        # A file of another version, or of a stranger, may lack any
+        # Files of other versions or programs may lack any of these
         settings |= {name: run[name] for name in ("guidance_scale", "negative_prompt", *PANEL_OPTIONS) if name in run}
         settings |= {name: base.call[name] for name in ("num_inference_steps",) if name in base.call}
         settings["set_layout"] = None if args.edits else run.get("set_layout")
@@ -186,13 +186,13 @@ def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
 
 
 def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
-    """Generate the missing images of one system as `evaluate()` of training does, from the same noise."""
+    """Generate the missing images of a system like `evaluate()` of training, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = spec.load("cpu")
     family, model = family_of(pipeline), pipeline.transformer
     rows.measure(pipeline, family)
     keep_dtype_of_norms(model)
-    # What is not trained leaves the device to the text encoders
+    # Frozen weights make room for the text encoders
     pipeline_policy = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
     policy = Policy(pipeline_policy, accelerator, scale, offload_embeddings=True)
     key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
@@ -206,21 +206,21 @@ def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, 
                 rows, [completion.row_number], ahead=range(completion.row_number + 1, len(rows))[:ROWS_AHEAD]
             )
             batches = [Batch([sample]) for sample in completion.samples]
-            # The last image finishes a set
-            *_, (finished,) = policy.rollout(round, batches, settings["num_inference_steps"], is_collective=False)
-        image, finished.image = finished.image, None
+            # The last image completes a set
+            *_, (completed_set,) = policy.rollout(round, batches, settings["num_inference_steps"], is_collective=False)
+        image, completed_set.image = completed_set.image, None
         return dict(zip(calls[number], [image], strict=True))
 
-    sizes_of_calls = [(*sizes[row], rows.lengths[row]) for row, _ in files]
+    call_sizes = [(*sizes[row], rows.lengths[row]) for row, _ in files]
     with policy.on_device():
-        generate_missing(pipeline, calls, generate, f"images of {public_name(spec.name)}", sizes_of_calls)
+        generate_missing(pipeline, calls, generate, f"images of {public_name(spec.name)}", call_sizes)
     accelerator.wait_for_everyone()
 
 
 def _score(
     rewards: Rewards, rows: PromptRows, files: Mapping[ImageIndex, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
-    """Score the images of a system with each reward, NaN where one gives none; the next run asks about it again."""
+    """Score the images of a system with each reward, NaN without a score, which the next run requests again."""
     indices = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[index].read_bytes()).hexdigest() for key, index in indices.items()}
     values: dict[str, dict[Unit, float]] = {}
@@ -257,26 +257,26 @@ def _score(
                 ]
                 store.append(*records)
                 progress.update(len(records))
-            stored = {key: record["score"] for key, record in store.finish().items()}
-        values[name] = {indices[key]: math.nan if score is None else score for key, score in stored.items()}
+            score_by_key = {key: record["score"] for key, record in store.finish().items()}
+        values[name] = {indices[key]: math.nan if score is None else score for key, score in score_by_key.items()}
     return values
 
 
 def _results(
     dataset: str, rows: PromptRows, names: list[str], systems: Sequence[dict[str, Any]], sources: Path
 ) -> dict[str, Any]:
-    """Compute the mean of each reward and of their sum, with intervals over prompts and the paired gain."""
+    """Compute the means of the rewards and of their sum, with intervals over prompts, and the paired gains."""
     columns = [dict(system["scores"]) for system in systems]
     labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
-    described, alerts = [], []
+    system_entries, alerts = [], []
     for system, values in zip(systems, columns, strict=True):
         total, name = len(system["files"]), system["name"]
-        failed = {reward: sum(map(math.isnan, values[reward].values())) for reward in names}
-        counts = {"images": total} | {f"images without {reward}": count for reward, count in failed.items()}
-        described.append({key: system[key] for key in ("role", "name", "settings")} | {"counts": counts})
+        failure_counts = {reward: sum(map(math.isnan, values[reward].values())) for reward in names}
+        counts = {"images": total} | {f"images without {reward}": count for reward, count in failure_counts.items()}
+        system_entries.append({key: system[key] for key in ("role", "name", "settings")} | {"counts": counts})
         alerts += [
-            f"{reward} gave no score for {count} of {total} images of {name}, which are left out of its figures."
-            for reward, count in failed.items()
+            f"{reward} gave no score for {count} of {total} images of {name}, which are left out of its results."
+            for reward, count in failure_counts.items()
             if count
         ]
         if "sum" in labels:
@@ -284,13 +284,14 @@ def _results(
     lines = [
         Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
     ]
-    known = rows.dataset["id"] if "id" in rows.dataset.column_names else None
-    several = len(systems[0]["files"]) > len(rows)
+    prompt_ids = rows.dataset["id"] if "id" in rows.dataset.column_names else None
+    has_several = len(systems[0]["files"]) > len(rows)
     has_layout = "layout" in rows.dataset.column_names
     is_separate = [layout == SEPARATE for layout in rows.dataset["layout"]] if has_layout else [False] * len(rows)
     sets = [
         {
-            "key": (f"prompt {row + 1}" if known is None else str(known[row])) + f", image {image + 1}" * several,
+            "key": (f"prompt {row + 1}" if prompt_ids is None else str(prompt_ids[row]))
+            + f", image {image + 1}" * has_several,
             "prompt": rows.prompts[row],
             "source": None if rows.sources is None else str(sources / f"{row}.png"),
             "pictures": [[str(system["files"][row, image])] for system in systems],
@@ -300,10 +301,12 @@ def _results(
         }
         for row, image in systems[0]["files"]
     ]
-    leakage = "An adapter that was trained on these prompts can be better on them alone: this was not checked."
-    noise = "Image k of a prompt starts from the same noise for all models, that of `evaluate()` in training with this seed."
+    leakage = "An adapter that was trained on these prompts may only be better on them. This was not checked."
+    noise = (
+        "Image k of a prompt starts from the same noise for all models, as in `evaluate()` of training with this seed."
+    )
     return {
-        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": described, "scorers": {},
+        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": system_entries, "scorers": {},
         "tables": [table("Rewards", lines, columns)], "breakdowns": [], "alerts": alerts,
         "notes": [noise, leakage], "sets": sets, "headline": list(labels)[-1],
     }  # fmt: skip

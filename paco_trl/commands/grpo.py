@@ -2,9 +2,9 @@
 """
 `paco-trl grpo`: trains a LoRA on a text-to-image pipeline with PaCo-GRPO, to generate images that belong together.
 
-Every option of `PaCoGRPOConfig` and of `ScriptArguments` (model, dataset, rewards, adapter) can be given on the command
-line or in a YAML file (`--config file.yaml`). The paper's settings are the defaults, those for edits with FLUX.1-Kontext
-and Qwen-Image-Edit. `paco-trl doctor` takes the same options and checks them without training.
+Every option of `PaCoGRPOConfig` and of `ScriptArguments` (model, dataset, rewards, adapter) can be given on the
+command line or in a YAML file (`--config file.yaml`). The paper's settings are the defaults, those for edits with
+FLUX.1-Kontext and Qwen-Image-Edit. `paco-trl doctor` takes the same options and checks them without training.
 """
 
 import json
@@ -46,7 +46,7 @@ class ImageCommandParser(CommandParser):
         super().__init__(classes, self.unused_fields, is_launched=True, check=check_options, **kwargs)
 
     def presets(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the defaults of the model's family for options that are not set, and say them."""
+        """Return the defaults of the model's family for options that are not set, and print them."""
         from ..generation.inference import read_adapter
         from ..rollout.families import FAMILIES, Family
         from ..rollout.loading import read_index
@@ -56,32 +56,32 @@ class ImageCommandParser(CommandParser):
         model = options.get("model_name_or_path", ScriptArguments.model_name_or_path)
         if "model_name_or_path" not in options and (adapter := options.get("adapter")):
             check_generates(adapter, split_adapter(adapter)[0])
-            with suppress(ValueError):  # it does not say which it is for
+            with suppress(ValueError):  # the adapter does not name its base model
                 model = read_adapter(adapter).model
         name = str(read_index(model, kwargs)["_class_name"])
-        defaults = self._fitting(FAMILIES.get(name, Family).training_defaults, options)
+        defaults = self._select_defaults(FAMILIES.get(name, Family).training_defaults, options)
         if defaults and os.environ.get("RANK", "0") == "0":
-            listed = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
-            say(self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {listed}")
+            defaults_text = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
+            say(self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {defaults_text}")
         return {"model_name_or_path": model, **defaults}
 
     def possible_presets(self, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the defaults of all families."""
         families = [{}, *config_options()["family_defaults"].values()]
-        return [self._fitting(defaults, options) for defaults in families]
+        return [self._select_defaults(defaults, options) for defaults in families]
 
-    def _fitting(self, defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    def _select_defaults(self, defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """Return the defaults of a family for options that are not set."""
-        if options.get("edits") is False:  # they are for edits
+        if options.get("edits") is False:  # the defaults are for edits
             return {}
-        # Stochastic steps are indices of the family's number of steps
-        left_out = (*options, *self.unused_fields, *(["sde_steps"] if "num_inference_steps" in options else []))
-        return {option: value for option, value in defaults.items() if option not in left_out}
+        # The default stochastic steps are indices for the default number of steps
+        excluded = (*options, *self.unused_fields, *(["sde_steps"] if "num_inference_steps" in options else []))
+        return {option: value for option, value in defaults.items() if option not in excluded}
 
     def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
         """Find options of the other objective, and of a quantization that DeepSpeed cannot train."""
-        is_of_grpo = self.is_nft and options.get("loss_type") in GRPO_LOSSES
-        objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_of_grpo else ()
+        is_grpo_loss = self.is_nft and options.get("loss_type") in GRPO_LOSSES
+        objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_grpo_loss else ()
         is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         return dict.fromkeys(objective, f"`{self.prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
 

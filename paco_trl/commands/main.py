@@ -24,8 +24,8 @@ from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
 
-# Command -> its module, with the function if it is not `main(arguments) -> int`, and what it does. Imported only when it is run: torch,
-# diffusers and TRL take seconds.
+# Command -> its module (with the function if it is not `main(argv) -> int`), and its summary. Modules are only
+# imported to run a command, since torch, diffusers and TRL take seconds.
 COMMANDS = {
     "grpo": ("paco_trl.commands.grpo", "trains an image model with PaCo-GRPO"),
     "nft": ("paco_trl.commands.grpo:main_nft", "trains an image model with DiffusionNFT"),
@@ -33,28 +33,32 @@ COMMANDS = {
     "evaluate": ("paco_trl.commands.evaluate_arguments", "evaluates an image model, or a judge"),
     "build": ("paco_trl.commands.build_arguments", "builds a dataset of pairs for a judge"),
     "doctor": ("paco_trl.commands.doctor_arguments", "checks a model, a dataset and settings before training"),
-    "push": ("paco_trl.commands.model_arguments:main_push", "uploads to the Hub what a run has saved"),
+    "push": ("paco_trl.commands.model_arguments:main_push", "uploads the saved model of a run to the Hub"),
     "space": (
         "paco_trl.commands.model_arguments:main_space",
-        "writes a Space that compares base model and adapter, and runs it",
+        "writes a Space that compares a base model with its adapter",
     ),
     "merge": ("paco_trl.commands.model_arguments:main_merge", "merges an adapter into the weights of its base model"),
     "serve": ("paco_trl.commands.model_arguments:main_serve", "serves a judge with vLLM, for rewards over HTTP"),
     "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
 }
 _TRAINING = ("grpo", "nft", "reward")
-_RESUMING = ("build", "evaluate")
-_LAUNCHED = (*_TRAINING, *_RESUMING, "doctor")
+_RESUMABLE = ("build", "evaluate")
+_LAUNCHED = (*_TRAINING, *_RESUMABLE, "doctor")
 _IS_LAUNCHED = "PACO_TRL_IS_LAUNCHED"
-# Loggers that warn when installed extras are imported, of what is not used here (torch 2.15 with torchao 0.18,
-# bitsandbytes 0.50, diffusers 0.42)
-_NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "diffusers.quantizers.torchao.torchao_quantizer")
-# PEFT 0.21 and diffusers 0.42 use what transformers and the Hub's client have renamed, and this package what
-# transformers 5.23 needs
-_RENAMED = (
+# Loggers that warn on import about unused features of installed extras (torch 2.15 with torchao 0.18, bitsandbytes
+# 0.50, diffusers 0.42)
+_NOISY_LOGGERS = (
+    "torch.utils._pytree",
+    "bitsandbytes.backends.cpu.ops",
+    "diffusers.quantizers.torchao.torchao_quantizer",
+)
+# PEFT 0.21 and diffusers 0.42 use names that transformers and the Hub's client deprecated, and this package supports
+# transformers 5.23
+_DEPRECATION_WARNINGS = (
     "`(is_gradient_checkpointing|past_key_values)` is deprecated|The `local_dir_use_symlinks` argument is deprecated"
 )
-_EXIT_DELAY = 60.0  # seconds, more than the imports of two processes differ
+_EXIT_DELAY = 60.0  # seconds, longer than the imports of two processes may differ
 
 
 def _usage() -> str:
@@ -62,8 +66,8 @@ def _usage() -> str:
     launch = (
         f"For several processes, add `--num_processes 8` or `--accelerate_config zero3` to {', '.join(_LAUNCHED)}."
     )
-    more = ["`paco-trl <command> --help` lists the options.", launch]
-    return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *more])
+    footer = ["`paco-trl <command> --help` lists the options.", launch]
+    return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *footer])
 
 
 def as_typed(error: BaseException) -> str:
@@ -88,90 +92,94 @@ def say(command: str, message: str) -> None:
 
 
 def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
-    """Run a command; return its exit code, with the errors that [`is_message_enough`] admits in one line."""
+    """Run a command and return its exit code. Errors for which [`is_message_enough`] holds are printed in one line."""
     try:
-        with stop_signals() if command in (*_TRAINING, *_RESUMING) else nullcontext():
+        with stop_signals() if command in (*_TRAINING, *_RESUMABLE) else nullcontext():
             return run()
     except Exception as error:
         frames = "" if is_message_enough(error) else frames_of_cause(error)
         if frames is None:
             raise
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(_EXIT_DELAY)  # mostly the first process says the same, and the launcher then ends this one
+            time.sleep(_EXIT_DELAY)  # usually process 0 has the same error, after which the launcher ends this one
         sys.stderr.write(frames)
         hint = "" if isinstance(error, OptionError) else f" ({TRACEBACK}=1 shows the traceback.)"
         say(command, as_typed(error) + hint)
         return 1
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
-            how = "the same command" + " with `--resume_from_checkpoint auto`" * (command in _TRAINING)
-            say(command, f"stopped by {stopped.signal}: {how} resumes.")
+            resume_command = "the same command" + " with `--resume_from_checkpoint auto`" * (command in _TRAINING)
+            say(command, f"stopped by {stopped.signal}: {resume_command} resumes.")
         return stopped.code
-    except SystemExit as end:  # argparse, after `--help` or a value of the wrong type
+    except SystemExit as end:  # from argparse, after `--help` or an invalid value
         return end.code
-    except KeyboardInterrupt as interrupt:  # also during the imports, which take seconds
+    except KeyboardInterrupt as interrupt:  # possibly during the slow imports
         if os.environ.get("RANK", "0") == "0":
-            how = " Rerun the same command to resume." if command in _RESUMING else ""
-            sys.stderr.write(f"\npaco-trl {command}: {str(interrupt) or f'stopped.{how}'}\n")
+            advice = " Rerun the same command to resume." if command in _RESUMABLE else ""
+            sys.stderr.write(f"\npaco-trl {command}: {str(interrupt) or f'stopped.{advice}'}\n")
         return 130
 
 
 def find_yaml(option: str, name: str, directory: str) -> str:
-    """Return a file, or the file of this name that the package has in a directory of its own."""
+    """Return the path of a file, or of the packaged file with this name in a directory."""
     if Path(name).is_file():
         return name
-    packaged = {file.stem: str(file) for file in (Path(__file__).parents[1] / directory).glob("*.yaml")}
-    if name not in packaged:
-        near = "".join(f" Did you mean `{known}`?" for known in get_close_matches(name, packaged, 1))
-        names = ", ".join(sorted(packaged))
-        raise OptionError(f"`--{option}` is {name!r}: no such file, and not one of the package's, {names}.{near}")
-    return packaged[name]
+    packaged_files = {file.stem: str(file) for file in (Path(__file__).parents[1] / directory).glob("*.yaml")}
+    if name not in packaged_files:
+        suggestion = "".join(f" Did you mean `{match}`?" for match in get_close_matches(name, packaged_files, 1))
+        names = ", ".join(sorted(packaged_files))
+        raise OptionError(
+            f"`--{option}` is {name!r}: neither a file nor one of the packaged ones, {names}.{suggestion}"
+        )
+    return packaged_files[name]
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a key that is there twice, of which YAML takes the last."""
+    """Loader that rejects repeated keys, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise OptionError(f"`--config` has the key {twice!r} twice. Remove one.")
+        if repeated_key := next((key for key in keys if keys.count(key) > 1), None):
+            raise OptionError(f"`--config` has the key {repeated_key!r} twice. Remove one.")
         return super().construct_mapping(node, deep)
 
 
-def read_config(words: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
-    """Read the YAML file of options that `--config` names; return the other words too, and its name if it is a recipe."""
+def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
+    """Read the options in the file of `--config`; return them, the other arguments, and the name of a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
-    parsed, rest = parser.parse_known_args(words)
-    if not parsed.config:
-        return {}, rest, None
-    if len(parsed.config) > 1:
+    namespace, remaining = parser.parse_known_args(argv)
+    if not namespace.config:
+        return {}, remaining, None
+    if len(namespace.config) > 1:
         raise OptionError(
-            f"`--config` names {len(parsed.config)} files. Give one, and other options on the command line."
+            f"`--config` names {len(namespace.config)} files. Pass one, and other options on the command line."
         )
-    (name,) = parsed.config
+    (name,) = namespace.config
     path = Path(find_yaml("config", name, "recipes"))
     try:
         config = yaml.load(read_text(path), _Loader)
     except yaml.YAMLError as error:
         raise OptionError(f"`--config` is {name!r}, which is not YAML: {error}") from error
     if not isinstance(config, dict):
-        raise OptionError(f"`--config` is {name!r}, which must have options in it, such as `max_steps: 100`.")
+        raise OptionError(f"`--config` is {name!r}, but must contain options, such as `max_steps: 100`.")
     is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"
-    return config, rest, path.stem if is_recipe else None
+    return config, remaining, path.stem if is_recipe else None
 
 
-def launch(command: list[str], words: list[str]) -> None:
-    """Replace this process by `accelerate launch` of the same command if its options are given, under TRL's names."""
+def launch(command: list[str], argv: list[str]) -> None:
+    """Replace this process with `accelerate launch` of the same command, if TRL's options for it are passed."""
     is_launched = bool({"LOCAL_RANK", _IS_LAUNCHED} & os.environ.keys())
-    config = {} if is_launched else read_config(words)[0]
+    config = {} if is_launched else read_config(argv)[0]
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
     parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))
-    options, rest = parser.parse_known_args(words)
+    options, remaining = parser.parse_known_args(argv)
     file, number = options.accelerate_config, options.num_processes
-    if is_launched and rest != words:
-        raise OptionError("`--num_processes` and `--accelerate_config` are for a command that is not launched yet.")
+    if is_launched and remaining != argv:
+        raise OptionError(
+            "`--num_processes` and `--accelerate_config` have no effect in a command that is already launched. Leave them out."
+        )
     if file is None and number is None:
         return
     if number is not None and number < 1:
@@ -182,22 +190,24 @@ def launch(command: list[str], words: list[str]) -> None:
     if number is not None:
         flags.append(f"--num_processes={number}")
     if file is None and number > 1:
-        flags.append("--multi_gpu")  # also on the CPU, and on one GPU, where accelerate otherwise starts one process
-    # Of torchrun, which the launcher uses: it passes these on (torch 2.9 and later; before, SIGTERM alone)
+        flags.append("--multi_gpu")  # or accelerate starts one process on the CPU or one GPU
+    # Signals that torchrun, which the launcher uses, forwards (torch 2.9 and later; before, only SIGTERM)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")  # seconds for an optimizer step and a checkpoint, not 30
-    os.environ[_IS_LAUNCHED] = "1"  # its processes read the same file
-    words = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", *command, *rest]
-    os.execv(sys.executable, [sys.executable, "-m", *words])
+    os.environ.setdefault(
+        "PET_SHUTDOWN_TIMEOUT", "300"
+    )  # seconds for an optimizer step and a checkpoint; the default is 30
+    os.environ[_IS_LAUNCHED] = "1"  # since its processes read the same `--config`
+    argv = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", *command, *remaining]
+    os.execv(sys.executable, [sys.executable, "-m", *argv])
 
 
-def _check_names(words: list[str]) -> None:
-    """Refuse names whose bytes are no text: the files of a run, written at its end, are UTF-8."""
-    for name in (*words, os.getcwd()):
+def _check_names(argv: list[str]) -> None:
+    """Reject names that are not valid text, since the files written at the end of a run are UTF-8."""
+    for name in (*argv, os.getcwd()):
         if any("\ud800" <= character <= "\udfff" for character in name):
-            shown = os.fsencode(name).decode(errors="backslashreplace")
+            escaped_name = os.fsencode(name).decode(errors="backslashreplace")
             raise OptionError(
-                f"'{shown}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename it, or set "
+                f"'{escaped_name}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename it, or set "
                 "`LC_ALL=C.UTF-8 PYTHONUTF8=1`."
             )
 
@@ -215,21 +225,23 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         reason = f"unknown command {arguments[0]!r}" if arguments else "a command is missing"
-        near = "".join(f" Did you mean `{known}`?" for known in get_close_matches("".join(arguments[:1]), COMMANDS, 1))
-        sys.stderr.write(f"{_usage()}\n\npaco-trl: {reason}; it must be one of: {', '.join(COMMANDS)}.{near}\n")
+        suggestion = "".join(
+            f" Did you mean `{match}`?" for match in get_close_matches("".join(arguments[:1]), COMMANDS, 1)
+        )
+        sys.stderr.write(f"{_usage()}\n\npaco-trl: {reason}; it must be one of: {', '.join(COMMANDS)}.{suggestion}\n")
         return 2
-    command, *words = arguments
+    command, *argv = arguments
 
-    for name in _NOISY:
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=_RENAMED)
+    warnings.filterwarnings("ignore", message=_DEPRECATION_WARNINGS)
 
     def run() -> int | None:
-        _check_names(words)
+        _check_names(argv)
         if command in (*_TRAINING, "doctor") and not sys.stderr.isatty():
-            os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries, of which a file has each state
+            os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries would fill a log file
         module, _, function = COMMANDS[command][0].partition(":")
-        return getattr(import_module(module), function or "main")(words)
+        return getattr(import_module(module), function or "main")(argv)
 
     return answer(command, run)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl merge`: an adapter, merged into the weights of its base model."""
+"""`paco-trl merge`: merges an adapter into the weights of its base model."""
 
 import warnings
 from pathlib import Path
@@ -34,12 +34,12 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def merge(args: MergeArguments) -> None:
-    """Merge an adapter into its base model and write the result, whole or not at all."""
+    """Merge an adapter into its base model, and write the result atomically."""
     with new_folder(args.output_dir) as folder:
         adapter = args.adapter
         if Path(adapter).is_dir() and checkpoints_of(Path(adapter)):
             adapter = str(find_saved_model(Path(adapter)))
-        peft = peft_folder(adapter)  # refuses pickles before the base is read
+        peft = peft_folder(adapter)  # rejects pickles before the base model is read
         adapter = peft or adapter
         base, revision, config = args.model_name_or_path, None, None
         if peft is not None or base is not None:
@@ -50,7 +50,7 @@ def merge(args: MergeArguments) -> None:
                 base, revision = config.base_model_name_or_path, config.revision
                 base = next(iter(models_near(adapter, [base] if base else [])), base)
         if config is None or not base:
-            raise OptionError(f"The adapter '{adapter}' names no base model. Name it with `--model_name_or_path`.")
+            raise OptionError(f"The adapter '{adapter}' names no base model. Pass it as `--model_name_or_path`.")
         check_adapter_base(adapter, config.base_model_name_or_path, base)
         index = find_model_file(base, "model_index.json", revision=revision)  # a judge has none
         merge_weights = _merge_judge if index is None else _merge_transformer  # return the dtype
@@ -59,28 +59,33 @@ def merge(args: MergeArguments) -> None:
         )
         if path is not None and "quantization_config" in read_json(path):
             raise ValueError(
-                f"The weights of the base model '{base}' are stored quantized: rounded again they would lose what the adapter "
-                "adds. Name the unquantized model, also in the adapter's `base_model_name_or_path`."
+                f"The weights of the base model '{base}' are quantized, and quantizing them again would lose the adapter's "
+                "changes. Use the unquantized model, also in the adapter's `base_model_name_or_path`."
             )
         say("merge", f"Merging '{adapter}' into '{base}'.")
         dtype = merge_weights(adapter, base, revision, args.dtype, folder)
 
         title = Path(args.output_dir).absolute().name
-        trained, lora = load_settings(peft) if peft else None, LoRA(config.r, config.lora_alpha)
-        common: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
-        common |= {"base_model": base, "license": base_license(base, online=True)}
+        saved_card, lora = load_settings(peft) if peft else None, LoRA(config.r, config.lora_alpha)
+        card_fields: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
+        card_fields |= {"base_model": base, "license": base_license(base, online=True)}
         if index is None:
-            question = trained.settings.get("question") if trained else None
+            question = saved_card.settings.get("question") if saved_card else None
             settings = {"question": question} if question else {}
-            save_card(JudgeCard(weights="merged", settings=settings, **common), folder)
+            save_card(JudgeCard(weights="merged", settings=settings, **card_fields), folder)
             return
         name = read_json(index)["_class_name"]
-        name = name if isinstance(name, str) else name[-1]  # of code in the repository: the module and the class
-        common |= {"pipeline_class": name, "trained_on": "edits" if "Kontext" in name or "Edit" in name else "sets"}
-        if isinstance(trained, ImageModelCard):  # the code generates what the adapter was trained for
-            common |= {name: getattr(trained, name) for name in ("trained_on", "family", "prompt", "layout", "call")}
+        name = name if isinstance(name, str) else name[-1]  # for code in the repository: module and class
+        card_fields |= {
+            "pipeline_class": name,
+            "trained_on": "edits" if "Kontext" in name or "Edit" in name else "sets",
+        }
+        if isinstance(saved_card, ImageModelCard):  # for snippets that generate what the adapter was trained for
+            card_fields |= {
+                name: getattr(saved_card, name) for name in ("trained_on", "family", "prompt", "layout", "call")
+            }
         transformer_class = read_json(folder / "transformer" / "config.json")["_class_name"]
-        card = ImageModelCard(weights="transformer", transformer_class=transformer_class, dtype=dtype, **common)
+        card = ImageModelCard(weights="transformer", transformer_class=transformer_class, dtype=dtype, **card_fields)
         save_card(card, folder)
 
 
@@ -89,9 +94,11 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
         base, revision=revision, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
     network = _merge_layers(load_judge_adapter(network, adapter))
-    in_adapter = has_processor(adapter)
+    has_own_processor = has_processor(adapter)
     processor = AutoProcessor.from_pretrained(
-        adapter if in_adapter else base, revision=None if in_adapter else revision, trust_remote_code=False
+        adapter if has_own_processor else base,
+        revision=None if has_own_processor else revision,
+        trust_remote_code=False,
     )
     network.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -100,14 +107,14 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
 
 def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
     transformer_arguments = {"revision": revision, "subfolder": "transformer"}
-    if dtype is None:  # that of the files; diffusers would load all as float32
+    if dtype is None:  # use the dtype of the files, since diffusers would load float32
         index = find_model_file(base, f"{_WEIGHTS}.index.json", **transformer_arguments)
         name = _WEIGHTS if index is None else next(iter(read_json(index)["weight_map"].values()))
         if (path := find_model_file(base, name, **transformer_arguments)) is None:
             raise OptionError(f"The transformer of '{base}' has no {_WEIGHTS}; other formats are pickles.")
         with safe_open(path, "pt") as file:
             dtype = str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
-    # Without the text encoders and the VAE, which are as large
+    # Without text encoders and VAE, which are as large
     transformer = diffusers.AutoModel.from_pretrained(
         base, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, **transformer_arguments
     )
@@ -119,8 +126,8 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
 @torch.no_grad()
 def _merge_layers(model: PeftModel) -> nn.Module:
     """Merge each layer in float32, and round the result once."""
-    # In bf16 the adapter and its product would be rounded too: up to 1.8 times the error, on a tiny FLUX. Layer by layer,
-    # since a whole model in float32 needs twice the memory
+    # In bf16, the adapter and its product would also be rounded, with up to 1.8 times the error for a tiny FLUX. Layer
+    # by layer, since the whole model in float32 needs twice the memory
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, layer in tqdm(layers, desc="Merging", unit="layer"):
         module = layer.get_base_layer()
@@ -131,10 +138,10 @@ def _merge_layers(model: PeftModel) -> nn.Module:
             weight.data = weight.data.to(dtypes[key])
             if not torch.isfinite(weight).all():
                 raise ValueError(
-                    f"`{key}` of the layer '{name}' is not finite after merging: the adapter is broken, or its weights overflow in "
-                    f"{dtypes[key]}. Try `--dtype float32`."
+                    f"`{key}` of the layer '{name}' is not finite after merging, because the adapter is broken, or its weights overflow "
+                    f"in {dtypes[key]}. Try `--dtype float32`."
                 )
     with warnings.catch_warnings():
-        # Other layers are merged here; PEFT warns of each LoRA layer that it is merged already
+        # Merges other layers. PEFT warns about each LoRA layer that is already merged
         warnings.filterwarnings("ignore", message="All adapters are already merged")
         return model.merge_and_unload()

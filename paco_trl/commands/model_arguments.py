@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the commands that take a trained model; what they do is imported after they are parsed."""
+"""Arguments of the commands for trained models. Their implementations are imported after parsing."""
 
 import os
 import runpy
@@ -19,82 +19,82 @@ from .script_arguments import check_names
 from .stages import work_of
 
 
-# Two images of at most 2,097,152 pixels (the `max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
-# each. Of 8,192 tokens, 2,844 are left for the query and the answer.
+# Two images of at most 2,097,152 pixels (`max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
+# each, which leaves 2,844 of 8,192 tokens for the query and the answer.
 _MAX_MODEL_LEN = 8192
 
 
 @dataclass
 class PushArguments:
-    """Model to upload, and its repository. The token is that of `hf auth login` or of the variable `HF_TOKEN`."""
+    """Model to upload, and its repository. Uses the token of `hf auth login`, or the variable `HF_TOKEN`."""
 
     folder: str = option(MISSING, "Output directory of a run (its newest model), or one checkpoint or merged model.")
-    hub_model_id: str | None = option(None, "Repository. If `None`, that of the run.")
-    private: bool | None = option(None, "Whether a new repository is private. Default: the account's.")
-    hub_revision: str | None = option(None, "Branch. If `None`, that of the run, or the main one.")
+    hub_model_id: str | None = option(None, "Repository. Defaults to the run's.")
+    private: bool | None = option(None, "Whether a new repository is private. Defaults to the account's setting.")
+    hub_revision: str | None = option(None, "Branch. Defaults to the run's, or the main branch.")
 
     def errors(self) -> Iterator[OptionError]:
         """Find a folder that is none."""
         if self.folder is not None and not os.path.isdir(self.folder):
-            message = f"'{self.folder}' is not a directory. Give the output directory of a run, or a checkpoint."
+            message = f"'{self.folder}' is not a directory. Pass the output directory of a run, or a checkpoint."
             yield OptionError(message, "folder")
 
 
 @dataclass
 class MergeArguments:
-    """Adapter to merge, and where the merged weights go."""
+    """Adapter to merge, and directory of the merged weights."""
 
     adapter: str = option(
         MISSING, "LoRA adapter: Hub id, directory, file, or output directory of a run, whose newest model is used."
     )
     output_dir: str = option(
-        MISSING, "New directory for the merged weights: a judge's whole model, or `transformer` of an image pipeline."
+        MISSING, "New directory for the merged weights: a judge's full model, or `transformer` of an image pipeline."
     )
-    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
+    model_name_or_path: str | None = option(None, "Base model. Defaults to the one in `adapter_config.json`.")
     dtype: str | None = option(
         None,
-        "`bfloat16`, `float16` or `float32`. If `None`, that of the base model's files.",
+        "`bfloat16`, `float16` or `float32`. Defaults to the dtype of the base model's files.",
         choices=DTYPES,
     )
 
 
 @dataclass
 class SpaceArguments:
-    """Adapter to compare with its base model, as it was trained: by its `paco_trl.json`. `app.py` lists all settings."""
+    """Adapter to compare with its base model, with the settings in its `paco_trl.json`. `app.py` lists all of them."""
 
     adapter: str = option(
         MISSING, "LoRA adapter: Hub id, directory, or output directory of a run, whose newest model is used."
     )
-    output_dir: str | None = option(None, "New directory for the Space. If `None`, the adapter's name with `-space`.")
-    model_name_or_path: str | None = option(None, "Base model. If `None`, the one that `adapter_config.json` names.")
+    output_dir: str | None = option(None, "New directory for the Space. Defaults to the adapter's name with `-space`.")
+    model_name_or_path: str | None = option(None, "Base model. Defaults to the one in `adapter_config.json`.")
     judge_model: str | None = option(
         None,
-        "Judge that scores the sets: Hub id or directory. If `None`, that of training if it is on the Hub, or none.",
+        "Judge that scores the sets: Hub id or directory. Defaults to the judge of the training, if it is on the Hub.",
     )
     launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
 
 
 @dataclass
 class ServeArguments:
-    """Judge to serve, and how vLLM serves it."""
+    """Judge to serve with vLLM, and its options."""
 
     model_name_or_path: str = option(
-        "X-GenGroup/PaCo-Reward-7B", "Hub id or directory of a judge: a whole model, or a LoRA adapter of one."
+        "X-GenGroup/PaCo-Reward-7B", "Hub id or directory of a judge: a full model, or a LoRA adapter."
     )
     served_model_name: str = option("paco-reward", "Name of the judge on the server. An adapter's base gets `-base`.")
-    host: str = option("127.0.0.1", "Address to listen on. The default can be reached from this machine only.")
+    host: str = option("127.0.0.1", "Address to listen on. The default can only be reached from this machine.")
     port: int = option(8000, "Port to listen on.")
     dtype: str = option("auto", "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.")
     max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
     gpu_memory_utilization: float | None = option(None, "Fraction of the GPU's memory. If `None`, vLLM's default.")
     vllm: str = option(
-        "vllm", "Command that starts vLLM, or its path (`~/vllm/bin/vllm`): usually in an environment of its own."
+        "vllm", "Command that starts vLLM, or its path (`~/vllm/bin/vllm`), usually in its own environment."
     )
     vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
 
-def _parse(kind: type, command: str, words: list[str], **kwargs) -> Any:
-    return CommandParser(kind, prog=f"paco-trl {command}", check=check_names, **kwargs).parse_args_and_config(words)[0]
+def _parse(cls: type, command: str, argv: list[str], **kwargs) -> Any:
+    return CommandParser(cls, prog=f"paco-trl {command}", check=check_names, **kwargs).parse_args_and_config(argv)[0]
 
 
 def main_push(arguments: list[str]) -> int:
@@ -129,9 +129,9 @@ def main_space(arguments: list[str]) -> int:
 
 
 def main_serve(arguments: list[str]) -> None:
-    """Run `paco-trl serve`: replace this process by vLLM."""
-    place, usage = [*arguments, "--"].index("--"), "paco-trl serve [options] [-- options of vllm serve]"
-    text = "Starts vLLM for a judge. The process becomes that of vLLM."
-    args = _parse(ServeArguments, "serve", arguments[:place], usage=usage, description=text)
-    args.vllm_args += arguments[place + 1 :]  # after those of a YAML file: vLLM uses the last of a repeated option
+    """Run `paco-trl serve`: replace this process with vLLM."""
+    separator, usage = [*arguments, "--"].index("--"), "paco-trl serve [options] [-- options of vllm serve]"
+    text = "Starts vLLM for a judge, in place of this process."
+    args = _parse(ServeArguments, "serve", arguments[:separator], usage=usage, description=text)
+    args.vllm_args += arguments[separator + 1 :]  # after the file's, since vLLM uses the last of repeated options
     work_of("serve", "serve")(args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl push`: uploads what a run has saved."""
+"""`paco-trl push`: uploads the saved model of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,31 +17,31 @@ from .model_arguments import PushArguments
 
 
 def push(args: PushArguments) -> str:
-    """Upload a saved model; return the address of the repository."""
+    """Upload a saved model, and return the address of the repository."""
     folder = Path(args.folder)
     model = find_saved_model(folder)
     card = load_settings(model)
-    if card is None:  # such as a base model, whose name was mistaken for that of a run
+    if card is None:  # for example a base model
         raise OptionError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
-    known = remembered_repository(run)
-    repo_id = args.hub_model_id or known.get("repo_id")
+    saved_settings = remembered_repository(run)
+    repo_id = args.hub_model_id or saved_settings.get("repo_id")
     if repo_id is None:
-        raise OptionError(f"'{run}' has no repository yet. Give `--hub_model_id user/name`.")
-    # The settings of the run's own repository do not apply to another one
-    run_id = known.get("repo_id", "")
-    run_settings = known if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
+        raise OptionError(f"'{run}' has no repository yet. Pass `--hub_model_id user/name`.")
+    # The settings of the run's repository do not apply to another one
+    run_id = saved_settings.get("repo_id", "")
+    run_settings = saved_settings if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
     revision = args.hub_revision or run_settings.get("revision")
     private = args.private if args.private is not None else run_settings.get("private")
     published_files = published_files_of(model) or []
     api = HfApi(library_name="paco_trl")
     repo_id = prepare_repository(api, repo_id, private, revision, card.base_model, published_files)
-    if not known and folder == run:
+    if not saved_settings and folder == run:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
-    readme, card_there = model / "README.md", replace(card, repo_id=repo_id)
-    text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(card_there))
-    contents = {"README.md": text, SETTINGS: settings_text(card_there)}
+    readme, pushed_card = model / "README.md", replace(card, repo_id=repo_id)
+    text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(pushed_card))
+    contents = {"README.md": text, SETTINGS: settings_text(pushed_card)}
     pusher.push_now(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl reward`: trains PaCo-Reward, a judge that says whether two images are consistent, as a LoRA on a
-vision-language model. Options are those of `PaCoRewardConfig` and of the arguments below, on the command line or in a
-YAML file (`--config file.yaml`); the defaults are the paper's.
+`paco-trl reward`: trains PaCo-Reward, a judge of whether two images are consistent, as a LoRA on a vision-language
+model. Options are those of `PaCoRewardConfig` and the arguments below, on the command line or in a YAML file
+(`--config file.yaml`). The defaults are the paper's.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class ScriptArguments:
         "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings. Or a file "
         "of those, such as JSON lines with the paths of images.",
     )
-    dataset_config: str | None = option(None, "Configuration of the dataset, where it has several.")
+    dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_files: list[str] = option(
         ["consistency_reward_cot_train", "sharegpt_editing_cot"], "Files of PaCo-Dataset to train on (paper)."
     )
@@ -75,7 +75,7 @@ def load_pairs(
 
     name = script_args.dataset_name
     if split is None and not Path(name).expanduser().is_file():
-        remedy = "For your own pairs or rankings, give `--dataset_split`, such as `--dataset_split train`."
+        remedy = "For your own pairs or rankings, pass `--dataset_split`, such as `--dataset_split train`."
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
@@ -91,16 +91,16 @@ def load_pairs(
 
 
 def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[OptionError]:
-    """Find options for data of another kind."""
+    """Yield errors of contradictory options, and of options for other data."""
     yield from check_names(script_args)
     if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
-        message = f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, which a judge is made of."
+        message = f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, from which a judge is trained."
         yield OptionError(message, "model_name_or_path")
     if script_args.load_in_4bit and script_args.load_in_8bit:
         message = "`--load_in_4bit` and `--load_in_8bit` exclude each other. Leave one out."
         yield OptionError(message, "load_in_4bit", "load_in_8bit")
     if script_args.eval_split is not None and script_args.dataset_split is None:
-        message = "`--eval_split` is for data with splits: give `--dataset_split` too, or use `--eval_files`."
+        message = "`--eval_split` is for data with splits. Pass `--dataset_split`, too, or use `--eval_files`."
         yield OptionError(message, "eval_split", "dataset_split")
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
@@ -122,8 +122,8 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
 
     check_start(training_args, JUDGE_ADAPTER)
     eval_dataset = None
-    # The first process downloads, unpacks and decodes, and the others then find its caches. They do not wait in a
-    # collective (`main_process_first`), which ends after `ddp_timeout`.
+    # The first process downloads, unpacks and decodes, and the others find its caches. They wait for a lock, because a
+    # collective (`main_process_first`) would end after `ddp_timeout`.
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     lock = FileLock(cache / f"paco_trl_{digest(script_args.dataset_name)[:16]}.lock")
     take_lock(lock, "pairs", cache, timeout=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that `paco-trl doctor` generates, as training generates them."""
+"""Generation of images for `paco-trl doctor`, as in training."""
 
 import functools
 import math
@@ -22,14 +22,14 @@ from ..utils.model_files import hub_arguments
 
 
 class Generation(NamedTuple):
-    """The last latents (B, ...) of images of one prompt, and the recorded stochastic steps."""
+    """Final latents (B, ...) of images of one prompt, and the recorded stochastic steps."""
 
     latents: torch.Tensor
     records: list[RecordedStep]
 
 
 class SampleGenerator:
-    """Generator of the first prompt of the smallest training size, as in training."""
+    """Generates images of the first prompt with the smallest training size, as in training."""
 
     def __init__(self, policy: Policy, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
         self.policy, self.rows, self.args = policy, rows, args
@@ -41,14 +41,14 @@ class SampleGenerator:
         self.row = self.rows.row(self.row_number)
 
     def prepare(self) -> None:
-        """Wrap the model as training does: train mode, checkpointing, autocast, DDP."""
+        """Wrap the model as in training: train mode, gradient checkpointing, autocast, DDP."""
         self.policy.model.train()
         if self.args.activation_checkpointing:
             self.policy.model.activation_checkpointing_enable()
         self.model = self.policy.accelerator.prepare_model(self.policy.model)
 
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
-        """Generate images of the prompt, of a set's first one, with the policy, from the same noise each time."""
+        """Generate images of the prompt, or the first one of a set, with the policy, always from the same noise."""
         samples = self._plan(count).samples[:count]
         for image, sample in enumerate(samples):
             sample.noise_key = sample.initial_noise_key = (self.args.seed, image)
@@ -61,7 +61,7 @@ class SampleGenerator:
         return self._generate(generate)
 
     def rollout(self) -> Round:
-        """Generate a group of two or more for the row, with all images of a set, and record it as a round does."""
+        """Generate and record a group of at least two completions for the row, like in a round."""
         size = self.args.round_plan.rollout_batch_size
         round = self._plan(max(size, 2))
         round.batches = [[Batch(round.samples[i : i + size]) for i in range(0, len(round.samples), size)]]
@@ -74,17 +74,17 @@ class SampleGenerator:
         return round
 
     def _plan(self, num_generations: int) -> Round:
-        """Return a round of the row, with the noise of the first round of training."""
+        """Return a round of the row, with the noise of the first training round."""
         key = (self.args.seed, STREAMS["training"], 0)
         return Round(self.rows, [self.row_number], num_generations, key, self.rows.training_sizes)
 
     def generate_untouched(self) -> Generation:
-        """Generate the prompt with the pipeline as it was loaded, with its own scheduler."""
+        """Generate the prompt with the pipeline and its scheduler as loaded."""
         _, class_name = self.pipeline.config["scheduler"]
         scheduler_arguments = {"subfolder": "scheduler", **hub_arguments(self.args.model_init_kwargs or {})}
         scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **scheduler_arguments)
 
-        def with_loaded_scheduler(encoded: EncodedRows) -> list[RecordedStep]:
+        def call_pipeline(encoded: EncodedRows) -> list[RecordedStep]:
             inputs = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])
             images = [source.image for source in inputs.sources]
             with self.family.generation_context(self.pipeline, images):
@@ -96,26 +96,25 @@ class SampleGenerator:
                 )
             return []
 
-        # A new adapter is switched off, as it must change nothing; an existing one is part of the pipeline
-        adapter_off = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
-        replaced = self.pipeline.scheduler
-        object.__setattr__(
-            self.pipeline, "scheduler", scheduler
-        )  # past DiffusionPipeline.__setattr__, as the policy does it
+        # Disable a new adapter, which must not change anything; an existing one is part of the pipeline
+        adapter_context = self.policy.model.disable_adapter() if self.is_new_adapter else nullcontext()
+        policy_scheduler = self.pipeline.scheduler
+        # Bypass DiffusionPipeline.__setattr__, like the policy
+        object.__setattr__(self.pipeline, "scheduler", scheduler)
         try:
-            with adapter_off:
-                return self._generate(with_loaded_scheduler)
+            with adapter_context:
+                return self._generate(call_pipeline)
         finally:
-            object.__setattr__(self.pipeline, "scheduler", replaced)
+            object.__setattr__(self.pipeline, "scheduler", policy_scheduler)
 
     def sde_settings(self, noise_level: float) -> SDESettings:
-        """Return the settings with all steps that may be stochastic in a round."""
+        """Return SDE settings with all steps that may be stochastic in a round."""
         tail_steps = self.args.tail_steps if noise_level > 0 else None
         return SDESettings(tuple(sorted(self.args.sde_steps)), noise_level, self.args.sde_type, tail_steps)
 
     def replay(self, record: RecordedStep) -> torch.Tensor:
-        """Compute the log-probability of a recorded step (B,), with gradient, as in the training step."""
-        record = record.to(self.policy.accelerator.device)  # its prompts may wait in CPU memory
+        """Compute the log-probability (B,) of a recorded step, with gradient, as in a training step."""
+        record = record.to(self.policy.accelerator.device)  # its prompts may be in CPU memory
         sde = self.sde_settings(self.args.noise_level)
         return replay(self.model, record, self.family, self.args.guidance_scale, sde)[0]
 
@@ -125,19 +124,19 @@ class SampleGenerator:
         return self.policy.encoder.fetch(self._plan(1), [self.row_number], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
-        """Keep what the last step of the scheduler returns: the 8 bits per channel of an image hide differences."""
+        """Return the output of the scheduler's last step, since the 8 bits per channel of an image hide differences."""
         encoded, latents = self._encode(), list[torch.Tensor]()
         with self.policy.on_device():
             scheduler = self.pipeline.scheduler
             step = scheduler.step
 
-            @functools.wraps(step)  # pipelines look for options in its signature
-            def keeping(*args, **kwargs):
+            @functools.wraps(step)  # pipelines inspect its signature for options
+            def record_latents(*args, **kwargs):
                 output = step(*args, **kwargs)
                 latents[:] = [output[0]]
                 return output
 
-            scheduler.step = keeping
+            scheduler.step = record_latents
             try:
                 records = call(encoded)
             finally:

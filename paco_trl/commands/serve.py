@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl serve`: becomes vLLM, with the options that a judge needs."""
+"""`paco-trl serve`: replaces itself with vLLM, with the options for a judge."""
 
 import json
 import os
@@ -17,21 +17,21 @@ from .main import say
 from .model_arguments import ServeArguments
 
 
-# vLLM reads it. In the environment and nowhere else: a command line can be read by every user of the machine.
+# Read by vLLM. Only in the environment, since every user of the machine can read command lines.
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
-# GiB of the machine's memory, in the server's process and in the engine's. A processed image takes 24 bytes a pixel in
-# float32, so this holds the panels of some 680 images of 512 x 512 pixels, and each panel is in several queries.
-_IMAGE_CACHE = 4
+# GiB of host memory, in both the server's and the engine's process. A processed image takes 24 bytes per pixel in
+# float32, so this holds about 680 images of 512 x 512 pixels, and panels occur in several queries.
+_IMAGE_CACHE_SIZE = 4
 # Values that vLLM accepts for `--max-lora-rank`
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Layers in front of the language model, in the names that transformers gives them
+# Names in transformers of layers before the language model
 _VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
 
 
 def serve_command(args: ServeArguments, executable: str) -> list[str]:
     """Build the command that starts vLLM for a whole model, or for an adapter and its base model."""
-    # Takes seconds to import
+    # A slow import
     from ..rewards.paco_reward import resolve_base_model
 
     name = args.served_model_name
@@ -40,15 +40,15 @@ def serve_command(args: ServeArguments, executable: str) -> list[str]:
     command = [executable, "serve", base, "--served-model-name", f"{name}-base" if is_adapter else name]
     command += ["--host", args.host, "--port", str(args.port)]
     command += ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
-    # A query has two images. Memory is reserved for the largest possible query.
+    # A query has two images, and vLLM reserves memory for the largest possible query
     command += ["--limit-mm-per-prompt", json.dumps({"image": 2, "video": 0})]
-    # A panel is in several queries: it is processed once, and the common start of two queries is computed once
-    command += ["--mm-processor-cache-gb", str(_IMAGE_CACHE), "--enable-prefix-caching"]
-    # That of a published judge samples and penalizes repetitions
+    # Panels occur in several queries: process each once, and compute shared prefixes once
+    command += ["--mm-processor-cache-gb", str(_IMAGE_CACHE_SIZE), "--enable-prefix-caching"]
+    # The config of a published judge samples and penalizes repetitions
     command += ["--generation-config", "vllm"]
     # Other formats are pickles
     command += ["--load-format", "safetensors"]
-    # A line for each request would bury everything else
+    # A line per request would bury everything else
     command += ["--disable-uvicorn-access-log"]
     if args.gpu_memory_utilization is not None:
         command += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
@@ -56,7 +56,7 @@ def serve_command(args: ServeArguments, executable: str) -> list[str]:
         command += _adapter_options(args.model_name_or_path, name)
         if "revision" in base_kwargs:
             command += ["--revision", base_kwargs["revision"]]
-    return [*command, *map(str, args.vllm_args)]  # in a YAML file numbers are numbers
+    return [*command, *map(str, args.vllm_args)]  # numbers from a YAML file are not strings
 
 
 def _adapter_options(adapter: str, name: str) -> list[str]:
@@ -67,7 +67,7 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
     weights = find_adapter_file(adapter)
     with safe_open(weights, "pt") as file:
         shapes = {layer: file.get_slice(layer).get_shape() for layer in file.keys()}
-    # From the weights, since single layers may have a rank of their own
+    # From the weights, since layers may have different ranks
     rank = max((shape[0] for layer, shape in shapes.items() if "lora_A" in layer), default=0)
     if not 0 < rank <= _LORA_RANKS[-1]:
         raise OptionError(
@@ -77,40 +77,40 @@ def _adapter_options(adapter: str, name: str) -> list[str]:
     # As JSON, since the short form `name=path` fails for paths with a comma
     modules = json.dumps({"name": name, "path": str(Path(weights).parent.absolute())})
     options = ["--enable-lora", "--lora-modules", modules]
-    options += ["--max-lora-rank", str(next(served for served in _LORA_RANKS if served >= rank))]
+    options += ["--max-lora-rank", str(next(limit for limit in _LORA_RANKS if limit >= rank))]
     if any(map(_VISION_LAYERS.search, shapes)):
-        # Without it vLLM leaves these layers out and says nothing
+        # Otherwise vLLM silently leaves these layers out
         options += ["--enable-tower-connector-lora"]
     size = AutoImageProcessor.from_pretrained(adapter).size if has_processor(adapter) else {}
     limits = {edge: size[edge] for edge in ("shortest_edge", "longest_edge") if edge in size}
     if len(limits) == 2:
-        # vLLM uses the processor of the base model; the judge was trained on images of this size
+        # vLLM uses the base model's processor, but the judge was trained on images of this size
         options += ["--mm-processor-kwargs", json.dumps({"size": limits})]
     return options
 
 
 def serve(args: ServeArguments) -> None:
-    """Replace this process by vLLM."""
+    """Replace this process with vLLM."""
     executable = shutil.which(os.path.expanduser(args.vllm))
     if executable is None:
         raise OptionError(
-            f"There is no command {args.vllm!r} (`--vllm`): vLLM needs an environment of its own. Install it there, and "
-            "give its path:\n    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
+            f"There is no command {args.vllm!r} (`--vllm`). vLLM needs its own environment: install it there, and "
+            "pass its path:\n    python -m venv ~/vllm && ~/vllm/bin/pip install vllm\n"
             "    paco-trl serve --vllm ~/vllm/bin/vllm"
         )
     if not is_loopback(args.host):
-        guard = f"Without a key everyone there can use the server: put one into {API_KEY_VARIABLE}."
+        guard = f"Without a key, everyone there can use the server. Set one in {API_KEY_VARIABLE}."
         if os.environ.get(API_KEY_VARIABLE):
-            guard = "The key guards the addresses below /v1, and not all others that vLLM has."
+            guard = "The key protects the addresses below /v1, but not all others of vLLM."
         say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
-    from ..rewards.judge import question_of  # takes seconds
+    from ..rewards.judge import question_of  # a slow import
 
     command = serve_command(args, os.path.abspath(executable))
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"
-    use = f'ConsistencyReward(base_url="{url}", model="{args.served_model_name}"'
-    trained = question_of(args.model_name_or_path)
-    say("serve", f"once vLLM has started, use {use}{f', question={trained!r}' if trained else ''}).")
-    # Tools that vLLM calls (ninja) are in its environment, which need not be the active one
+    reward = f'ConsistencyReward(base_url="{url}", model="{args.served_model_name}"'
+    question = question_of(args.model_name_or_path)
+    say("serve", f"once vLLM has started, use {reward}{f', question={question!r}' if question else ''}).")
+    # vLLM calls tools (ninja) of its environment, which may not be the active one
     os.environ["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     os.execv(command[0], command)

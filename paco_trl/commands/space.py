@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paco-trl space`: a Gradio app that compares a base model with its adapter, written for the Hub's Spaces."""
+"""`paco-trl space`: writes a Gradio app for the Hub's Spaces that compares a base model with its adapter."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from .model_arguments import SpaceArguments
 
 
 NUM_PROMPTS = 6
-_PANEL = 512  # pixels per side, of T2IS-Bench
+_PANEL_SIDE = 512  # pixels, as in T2IS-Bench
 _SINGLE_PROMPTS = [
     "A red fox in the snow.",
     "A lighthouse on a cliff at dusk, in watercolor.",
@@ -41,38 +41,36 @@ _TEMPLATES.filters["literal"] = lambda value: (
 
 
 def write_space(args: SpaceArguments) -> Path:
-    """Write `app.py`, `requirements.txt` and `README.md`, with a copy of a local adapter; return the directory."""
-    adapter, is_copied = args.adapter, Path(args.adapter).is_dir()
+    """Write `app.py`, `requirements.txt`, `README.md` and a copy of a local adapter, and return the directory."""
+    adapter, is_local_adapter = args.adapter, Path(args.adapter).is_dir()
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
-    with new_folder(folder) as staged:
+    with new_folder(folder) as staging_dir:
         if (gradio_version := version_of("gradio")) is None:
             raise ImportError('The app needs `gradio`: pip install "paco_trl[apps]".')
-        if is_copied:
+        if is_local_adapter:
             adapter = str(find_saved_model(Path(adapter)))
         config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
         if config_file is None or weights is None:
             missing = _CONFIG if config_file is None else _WEIGHTS
             raise OptionError(
-                f"'{adapter}' has no {missing}: an adapter in PEFT's format is compared with its base model."
+                f"'{adapter}' has no {missing}. Pass an adapter in PEFT's format to compare with its base model."
             )
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
         card = load_settings(adapter) or ImageModelCard(Path(adapter).name, adapter, base_model="")
         if isinstance(card, JudgeCard) or card.trained_on == "edits":
-            does = "judges" if isinstance(card, JudgeCard) else "edits images"
-            raise OptionError(f"'{adapter}' {does}, but the app compares images generated from text.")
+            purpose = "judges" if isinstance(card, JudgeCard) else "edits images"
+            raise OptionError(f"'{adapter}' {purpose}, but the app compares images generated from text.")
         if not (model := args.model_name_or_path or config.get("base_model_name_or_path")):
-            raise OptionError(
-                f"The {_CONFIG} of '{adapter}' names no base model. Name it with `--model_name_or_path`."
-            )
-        settings = _settings(_usable(model), adapter, args.judge_model, card)
-        if is_copied:
+            raise OptionError(f"The {_CONFIG} of '{adapter}' names no base model. Pass it as `--model_name_or_path`.")
+        settings = _settings(_portable_name(model), adapter, args.judge_model, card)
+        if is_local_adapter:
             settings["adapter"] = None  # next to app.py
             config["base_model_name_or_path"] = settings["model"]
-            write_atomically(staged / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
-            shutil.copy(weights, staged / "adapter" / _WEIGHTS)
-            write_atomically(staged / "adapter" / SETTINGS, settings_text(card))
+            write_atomically(staging_dir / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
+            shutil.copy(weights, staging_dir / "adapter" / _WEIGHTS)
+            write_atomically(staging_dir / "adapter" / SETTINGS, settings_text(card))
         models = [settings[name] for name in ("model", "adapter", "judge")]
-        shown = {
+        context = {
             "settings": settings,
             "name": folder.name,
             "repository": repository(),
@@ -82,38 +80,38 @@ def write_space(args: SpaceArguments) -> Path:
             "models": [name for name in models if name and not is_local(name)],
         }
         for name in ("app.py", "README.md", "requirements.txt"):
-            write_atomically(staged / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(shown))
+            write_atomically(staging_dir / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(context))
     return folder
 
 
 def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard) -> dict[str, Any]:
-    """Return the arguments of `serve_comparison`: those given, and those of training."""
+    """Return the arguments of `serve_comparison`, from the options and the training."""
     if judge is None and card.trained_on == "sets":  # a judge compares the images of a set
         models = (reward.model for reward in card.rewards if reward.name == "consistency")
         judge = next((name for name in models if name and "/" in name), None)
         if judge is None:
             say(
-                "space", "The adapter names no judge on the Hub, so the app does not score. `--judge_model` names one."
+                "space",
+                "The adapter names no judge on the Hub, so the app does not score. Pass one as `--judge_model`.",
             )
-    trained = card.settings
+    training = card.settings
     settings = {
-        "num_inference_steps": card.call.get(
-            "num_inference_steps", trained.get("num_inference_steps")
-        ),  # of an evaluation
-        "guidance_scale": trained.get("guidance_scale"),
-        "negative_prompt": trained.get("negative_prompt"),
-        "dtype": trained.get("precision"),
+        # The evaluations' number of steps, if known
+        "num_inference_steps": card.call.get("num_inference_steps", training.get("num_inference_steps")),
+        "guidance_scale": training.get("guidance_scale"),
+        "negative_prompt": training.get("negative_prompt"),
+        "dtype": training.get("precision"),
         "quantization": card.loading.get("quantization"),
     }
-    height, width = trained.get("inference_size") or (card.call.get("height"), card.call.get("width"))
+    height, width = training.get("inference_size") or (card.call.get("height"), card.call.get("width"))
     rows, cols = (1, 1) if card.trained_on == "single images" else card.layout
     prompts = list(card.gallery.values())
-    if trained.get("set_layout") == SEPARATE:
+    if training.get("set_layout") == SEPARATE:
         from ..image_benchmarks.comparison_app import MAX_PIXELS
 
-        settings |= {name: trained.get(name) for name in ("panel_template", "panel_generation")}
-        settings["panel_template"] = trained.get("panel_template") or PANEL_TEMPLATE
-        sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL) * (width or _PANEL)
+        settings |= {name: training.get(name) for name in ("panel_template", "panel_generation")}
+        settings["panel_template"] = training.get("panel_template") or PANEL_TEMPLATE
+        sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL_SIDE) * (width or _PANEL_SIDE)
         sets = [row for row in arrange_sets(sets, SEPARATE) if row["cols"] * pixels <= MAX_PIXELS]
         if not sets:
             raise OptionError(
@@ -132,18 +130,18 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
     return {
         "model": model,
         "adapter": adapter,
-        "judge": judge and _usable(judge),
+        "judge": judge and _portable_name(judge),
         "title": card.title,
         **{name: value for name, value in settings.items() if value is not None},
         "prompts": prompts[:NUM_PROMPTS],
         "layout": layout,
-        "panel_size": (height // rows if height else _PANEL, width // cols if width else _PANEL),
+        "panel_size": (height // rows if height else _PANEL_SIDE, width // cols if width else _PANEL_SIDE),
     }
 
 
-def _usable(name: str) -> str:
-    """Return a name that works from any directory, and a Hub id for what is in the Hub's cache."""
-    shared = public_name(name)
-    if "/" not in shared:
-        say("space", f"'{name}' is on this machine only: the app runs here, but not on the Hub.")
-    return os.path.abspath(name) if is_local(name) and "/" not in shared else shared
+def _portable_name(name: str) -> str:
+    """Return a name that works in any directory, and the Hub id for models in the Hub's cache."""
+    hub_name = public_name(name)
+    if "/" not in hub_name:
+        say("space", f"'{name}' is only on this machine, so the app runs here, but not on the Hub.")
+    return os.path.abspath(name) if is_local(name) and "/" not in hub_name else hub_name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start and the end that all training commands have."""
+"""Start and end of all training commands."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_start_early(args: Any, published_files: Iterable[str]) -> None:
-    """Refuse what [`check_start`] refuses, before torch is imported."""
-    output_dir = args.output_dir or "trainer_output"  # as transformers
+    """Reject what [`check_start`] rejects, before torch is imported."""
+    output_dir = args.output_dir or "trainer_output"  # the default of transformers
     check_output_dir(output_dir, published_files)
-    # Of several checkpoints the main process warns which are skipped; a process that is started again resumes
+    # The main process looks for the latest checkpoint later, and warns of those it skips. A restarted process resumes.
     is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and checkpoints_of(output_dir)
     if not is_latest and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
@@ -34,7 +34,7 @@ def check_start_early(args: Any, published_files: Iterable[str]) -> None:
 
 
 def check_start(args: Any, published_files: Iterable[str]) -> None:
-    """Refuse an output directory with files of the user's, or of a run that is not resumed, before anything is loaded."""
+    """Reject an output directory with files of the user or an earlier run, before anything is loaded."""
     check_output_dir(args.output_dir, published_files)
     checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
     if not args.overwrite_output_dir:
@@ -42,12 +42,12 @@ def check_start(args: Any, published_files: Iterable[str]) -> None:
 
 
 def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:
-    """Train, then save the model, or save and push it; Ctrl-C says how to resume."""
+    """Train, then save the model, or save and push it. Ctrl-C prints how to resume."""
     from peft import PeftModel
 
-    args, started = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
-    if started != trainer.accelerator.num_processes:
-        raise OptionError(f"{started} processes would each train alone: without a GPU, add `--use_cpu`.")
+    args, num_launched = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
+    if num_launched != trainer.accelerator.num_processes:
+        raise OptionError(f"{num_launched} processes would each train alone. Without a GPU, add `--use_cpu`.")
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
@@ -58,8 +58,8 @@ def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | N
     else:
         trainer.save_model(args.output_dir, dataset_name=dataset_name)
     if trainer.accelerator.is_main_process:
-        kind = "Adapter" if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel) else "Model"
-        sys.stdout.write(f"{kind}: {args.output_dir}\n")
+        label = "Adapter" if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel) else "Model"
+        sys.stdout.write(f"{label}: {args.output_dir}\n")
         if images is not None:
             sys.stdout.write(f"Images: {images}\n")
     end_training(trainer.accelerator)

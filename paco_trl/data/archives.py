@@ -82,7 +82,7 @@ class ImageFinder:
         self.paths: dict[str, str] = {}
 
     @cached_property
-    def extracted(self) -> list[tuple[PurePath, Path]]:
+    def extracted_archives(self) -> list[tuple[PurePath, Path]]:
         """Extract all archives; return their relative paths, and their directories in the cache."""
         archives = [
             path
@@ -104,9 +104,9 @@ class ImageFinder:
 
     def _find_in_archives(self, path: PurePath) -> Path:
         matches: dict[str, Path] = {}
-        for archive, folder in self.extracted:
-            # The archive may unpack into the dataset's directory, its own directory, or a directory of its name. Its top
-            # directory may also have its name, without being part of the path
+        for archive, folder in self.extracted_archives:
+            # The archive may unpack into the dataset's directory, its own directory, or a directory of its name. Its
+            # top directory may also have its name, without being part of the path
             stem = _ARCHIVE.sub("", archive.name)
             directories = [PurePath(), archive.parent, archive.parent / stem]
             relative_paths = [
@@ -116,7 +116,7 @@ class ImageFinder:
                 if (folder / candidate).is_file():
                     matches.setdefault(str(archive), folder / candidate)
         if not matches:
-            archives = [str(archive) for archive, _ in self.extracted]
+            archives = [str(archive) for archive, _ in self.extracted_archives]
             raise ValueError(
                 f"its image {str(path)!r} is neither in {self.folder} nor in {archives}. Check the download, and join "
                 "split archives: `bash decompress.sh`, `cat <parts> | tar -xz` or `zip -s 0`."

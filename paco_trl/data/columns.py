@@ -112,9 +112,9 @@ def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | No
     """
     Convert the criteria of one row to dimension -> name -> text.
 
-    The input is the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of dictionaries
-    or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None` gives no
-    criteria.
+    The input is the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of
+    dictionaries or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None`
+    gives no criteria.
     """
     if isinstance(criteria, Mapping):
         entries = [

@@ -71,8 +71,8 @@ def load_split(
     if config is not None and (folder.is_file() or is_saved(folder)):
         raise ValueError(f"`dataset_config` is {config!r}, but '{path}' has no configurations. Leave it out.")
     if is_saved(folder):
-        # The output of a build stage refers to images of earlier stages, in sibling directories. `folder` is a split of the
-        # output, or all of it
+        # The output of a build stage refers to images of earlier stages, in sibling directories. `folder` is a split
+        # of the output, or all of it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
     splits = _read_splits(str(folder if folders else path), split, config)
@@ -93,9 +93,13 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
     files = {"train": [path]}
     try:
         if is_saved(path):
-            saved = datasets.load_from_disk(path)
+            saved_dataset = datasets.load_from_disk(path)
             # A single dataset is also available as the default split, whatever its own split is called
-            return {str(saved.split or "train"): saved, "train": saved} if isinstance(saved, Dataset) else saved
+            return (
+                {str(saved_dataset.split or "train"): saved_dataset, "train": saved_dataset}
+                if isinstance(saved_dataset, Dataset)
+                else saved_dataset
+            )
         if os.path.isfile(path) and data_ending(Path(path)) == PARQUET:
             return {"train": Dataset.from_parquet(glob.escape(path))}
         if not os.path.isfile(path):
@@ -110,9 +114,9 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
             if os.path.isdir(path):  # `datasets` only reads the most common format
                 folders = {file.parent for file in data_files}
                 others = {file for folder in folders for file in folder.glob("[!.]*")} - {*data_files}
-                if ignored := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
+                if ignored_files := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
                     logger.warning(
-                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not {some_of(ignored)}."
+                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not {some_of(ignored_files)}."
                     )
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
@@ -224,12 +228,12 @@ def _read_table(path: Path, text: str) -> list[dict[str, Any]]:
 
 def _parse_column(texts: list[str | None]) -> list[Any]:
     """Convert a column of texts if all are numbers, or all are true or false."""
-    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+    for arrow_type in (pa.int64(), pa.float64(), pa.bool_()):
         with suppress(pa.ArrowInvalid):
-            values = pa.array(texts, pa.string()).cast(kind).to_pylist()
+            values = pa.array(texts, pa.string()).cast(arrow_type).to_pylist()
             pairs = zip(texts, values, strict=True)
             # "007" is an identifier, as is a number with too many digits
-            is_integer = kind == pa.int64()  # parses "0x1f", too
+            is_integer = arrow_type == pa.int64()  # parses "0x1f", too
             is_identifier = any(
                 text and (is_integer or text.isdigit()) and str(int(value)) != text for text, value in pairs
             )
@@ -358,7 +362,7 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     # A Hub cache in another place: `snapshots/<commit>/` links to `blobs/`
     caches += [folder.parents[1] / "blobs" for folder in folders if folder.parent.name == "snapshots"]
     target = path.resolve()
-    if not any(target.is_relative_to(_resolved(str(allowed))) for allowed in [*folders, *caches]):
+    if not any(target.is_relative_to(_resolved(str(allowed_folder))) for allowed_folder in [*folders, *caches]):
         raise ValueError(
             f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. Move the images there, or pass "
             "their real directory as `image_folder` if the loader has this option."
@@ -371,13 +375,15 @@ def _resolved(folder: str) -> Path:
     return Path(folder).resolve()
 
 
-def report_broken_rows(broken: list[str], total: int, what: str, skip_broken: bool) -> None:
+def report_broken_rows(broken: list[str], total: int, item_name: str, skip_broken: bool) -> None:
     """Raise an error for broken rows, or warn that they are left out."""
     if not broken:
         return
     if not skip_broken:
-        count = f" ({len(broken)} of {total} {what} are broken; this is the first one.)" if len(broken) > 1 else ""
-        raise ValueError(f"{broken[0]} Correct it, or leave such {what} out with `skip_broken=True`.{count}")
+        count = (
+            f" ({len(broken)} of {total} {item_name} are broken; this is the first one.)" if len(broken) > 1 else ""
+        )
+        raise ValueError(f"{broken[0]} Correct it, or leave such {item_name} out with `skip_broken=True`.{count}")
     more = [f"and {len(broken) - _MAX_LISTED} more."] * (len(broken) > _MAX_LISTED)
-    lines = [f"Left out {len(broken)} of {total} {what} that are broken:", *broken[:_MAX_LISTED], *more]
+    lines = [f"Left out {len(broken)} of {total} {item_name} that are broken:", *broken[:_MAX_LISTED], *more]
     logger.warning("\n".join(lines))

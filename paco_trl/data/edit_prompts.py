@@ -2,9 +2,9 @@
 """
 Editing prompts: an instruction, and the image or images to edit.
 
-Columns: `prompt` (the instruction) and `image` (the source) or `images` (a list of sources). Optional: `id`; `height` and
-`width` (inference size); `rows`, `cols` and `panels` if the edited image is a grid; `references` and `reference_roles` for
-[`~paco_trl.rewards.ReferenceReward`].
+Columns: `prompt` (the instruction) and `image` (the source) or `images` (a list of sources). Optional: `id`; `height`
+and `width` (inference size); `rows`, `cols` and `panels` if the edited image is a grid; `references` and
+`reference_roles` for [`~paco_trl.rewards.ReferenceReward`].
 """
 
 import logging
@@ -31,9 +31,9 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     """
     Check that a dataset has the format of editing prompts, without opening its images ([`SourceImages`] does that).
 
-    Raises a `ValueError` if it has no rows, a column is missing or of the wrong type, there are both `image` and `images`,
-    or a row has an empty instruction, half a size, or a grid that does not fit its panels. Errors call the dataset
-    `name`.
+    Raises a `ValueError` if it has no rows, a column is missing or of the wrong type, there are both `image` and
+    `images`, or a row has an empty instruction, half a size, or a grid that does not fit its panels. Errors call the
+    dataset `name`.
     """
     check_is_dataset(dataset, name)
     names = dataset.column_names
@@ -116,8 +116,8 @@ def load_edit_prompts(
 
     Args:
         name_or_path (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.tsv` file with image paths, such as ShareGPT-4o-Image's; a `.parquet` file; a
-            directory written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
+            A `.jsonl`, `.json`, `.csv` or `.tsv` file with image paths, such as ShareGPT-4o-Image's; a `.parquet`
+            file; a directory written by `save_to_disk`; or anything else that [`~datasets.load_dataset`] reads.
         split (`str`, *optional*, defaults to `"train"`):
             Split or slice to load, such as `"train[:50%]"`. A file or a saved `Dataset` has a single split, `"train"`.
         image_folder (`str` or `Path`, *optional*):
@@ -154,11 +154,11 @@ def disjoint_from(dataset: Dataset, benchmark: Dataset) -> Dataset:
     """
     Leave out editing prompts with source images of a benchmark, which a model must not train on.
 
-    Images are equal if their RGB pixels are, in whatever files; resized or recompressed copies are not found. Only images
-    with a size of the benchmark's are decoded. The number of rows left out is logged.
+    Images are equal if their RGB pixels are, in whatever files; resized or recompressed copies are not found. Only
+    images with a size of the benchmark's are decoded. The number of rows left out is logged.
 
-    Returns the other rows of `dataset` in their order, without copying images. Raises a `ValueError` if a dataset does not
-    have the format, an image cannot be read, or no row is left.
+    Returns the other rows of `dataset` in their order, without copying images. Raises a `ValueError` if a dataset does
+    not have the format, an image cannot be read, or no row is left.
     """
     check_edit_columns(dataset, "dataset")
     check_edit_columns(benchmark, "benchmark")

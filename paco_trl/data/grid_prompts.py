@@ -117,8 +117,8 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
 
     Args:
         theme (`str`):
-            Subject and what all panels share. Unless it names its layout, `"FOUR-PANEL Images with a 2x2 grid layout: "`
-            (or another number and layout) is prepended.
+            Subject and what all panels share. Unless it names its layout, `"FOUR-PANEL Images with a 2x2 grid layout:
+            "` (or another number and layout) is prepended.
         rows (`int`), cols (`int`):
             Layout of the grid.
         panels (`list[str]`):

@@ -49,10 +49,10 @@ def with_gaps(image: Image.Image, count: int) -> Image.Image:
     if count == 1:
         return image
     gap = max(2, image.height // 32)
-    spaced = Image.new(image.mode, (image.width + (count - 1) * gap, image.height), "white")
+    padded_image = Image.new(image.mode, (image.width + (count - 1) * gap, image.height), "white")
     for index, panel in enumerate(split_grid(image, 1, count)):
-        spaced.paste(panel, (index * (panel.width + gap), 0))
-    return spaced
+        padded_image.paste(panel, (index * (panel.width + gap), 0))
+    return padded_image
 
 
 def pixels_sha256(image: Image.Image) -> str:

@@ -48,8 +48,8 @@ _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any]]) -> None:
     """
-    Check that a dataset, or an iterable of its rows, has image-set prompts. Of a dataset, only the required columns are
-    read.
+    Check that a dataset, or an iterable of its rows, has image-set prompts. Of a dataset, only the required columns
+    are read.
 
     Raises a `ValueError` if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
     prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or an invalid
@@ -145,16 +145,19 @@ def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
         values = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels) or 1}
     elif "prompt" in row and (is_bare or row.get("theme") is None):
         _check_prompt(index, prompt)
-        parsed = ImageSetPrompt(prompt, 1, 1, [prompt])
+        parsed_prompt = ImageSetPrompt(prompt, 1, 1, [prompt])
         try:
-            parsed = parse_image_set_prompt(prompt) if GRID_LAYOUT.search(prompt) else parsed
+            parsed_prompt = parse_image_set_prompt(prompt) if GRID_LAYOUT.search(prompt) else parsed_prompt
         except ValueError as error:
             if is_bare:
                 raise ValueError(f"Row {index}: {error}") from error
         if is_bare:
-            values = parsed._asdict()
-        elif (parsed.rows, parsed.cols) == (row.get("rows"), row.get("cols")):  # the prompt describes the row's grid
-            values = {"theme": parsed.theme}
+            values = parsed_prompt._asdict()
+        elif (parsed_prompt.rows, parsed_prompt.cols) == (
+            row.get("rows"),
+            row.get("cols"),
+        ):  # the prompt describes the row's grid
+            values = {"theme": parsed_prompt.theme}
     return {**row, **{name: value for name, value in values.items() if row.get(name) is None}}
 
 
@@ -227,17 +230,17 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
-    Rows with a `prompt` but without `rows`, `cols` and `panels` are completed: a text that names an `RxC grid layout` is
-    parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is also
-    parsed. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one per panel, each of the
-    row's `height` and `width`. The trainers complete their datasets in the same way.
+    Rows with a `prompt` but without `rows`, `cols` and `panels` are completed: a text that names an `RxC grid layout`
+    is parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is also
+    parsed. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one per panel, each of
+    the row's `height` and `width`. The trainers complete their datasets in the same way.
 
     Args:
         path_or_id (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with one prompt per line, optionally compressed
-            (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or anything else that
-            [`~datasets.load_dataset`] reads. `"demo"` loads the 24 prompts that come with the package, unless a file or
-            directory has this name.
+            A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with one prompt per line, optionally
+            compressed (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or anything else that
+            [`~datasets.load_dataset`] reads. `"demo"` loads the 24 prompts that come with the package, unless a file
+            or directory has this name.
         split (`str`, *optional*, defaults to `"train"`):
             Split or slice to load, such as `"train[:50%]"`. A file or a saved `Dataset` has a single split, `"train"`.
         config (`str`, *optional*):

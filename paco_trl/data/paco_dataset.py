@@ -22,13 +22,13 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     Load the published PaCo-Dataset as pairs.
 
     `X-GenGroup/PaCo-Dataset` has ShareGPT-style JSON files whose records have `conversations` (`from`, `value`) or
-    `messages` (`role`, `content`), and `images`, two paths. Both images come before the question, as in the training of
-    the weights: the placeholders `<image>` in front of it are removed. LLaMA-Factory's `dataset_info.json`, if present,
-    maps names to files.
+    `messages` (`role`, `content`), and `images`, two paths. Both images come before the question, as in the training
+    of the weights: the placeholders `<image>` in front of it are removed. LLaMA-Factory's `dataset_info.json`, if
+    present, maps names to files.
 
-    Images are searched in the directory first, then in its zip and tar archives, which are extracted once into the cache
-    of `datasets`. Split archives are not joined; the error shows the command. Images are stored as paths and not decoded;
-    see [`validate_pairs`].
+    Images are searched in the directory first, then in its zip and tar archives, which are extracted once into the
+    cache of `datasets`. Split archives are not joined; the error shows the command. Images are stored as paths and not
+    decoded; see [`validate_pairs`].
 
     Args:
         path (`str` or `Path`):

@@ -116,8 +116,8 @@ def _completion_text(completion: Any) -> str:
 
 def decision_of(completion: str | list[dict[str, Any]]) -> str:
     """
-    Read the decision, `"Yes"` or `"No"`, at the start of a completion, which is a text or one assistant turn whose content
-    is a text or a list of text parts. Raises a `ValueError` unless it begins with this exact word.
+    Read the decision, `"Yes"` or `"No"`, at the start of a completion, which is a text or one assistant turn whose
+    content is a text or a list of text parts. Raises a `ValueError` unless it begins with this exact word.
     """
     text = _completion_text(completion)
     match = _DECISION.match(text)
@@ -161,9 +161,10 @@ def _with_placeholders(content: Any) -> Any:
 
 def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Read the prompt and completion of a row: columns of these names with turns or texts, or the formats of LLaMA-Factory and
-    ms-swift, a list of `conversations` (`from`, `value`) or `messages` (`role`, `content`), or `query` and `response`,
-    optionally with `system`. Both images come before the question: the placeholders `<image>` in front of it are removed.
+    Read the prompt and completion of a row: columns of these names with turns or texts, or the formats of
+    LLaMA-Factory and ms-swift, a list of `conversations` (`from`, `value`) or `messages` (`role`, `content`), or
+    `query` and `response`, optionally with `system`. Both images come before the question: the placeholders `<image>`
+    in front of it are removed.
     """
     prompt: Any = row.get("prompt")
     completion: Any = row.get("completion")
@@ -258,8 +259,8 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
     """
     Check that a dataset has the pair format, without reading its images; [`validate_pairs`] also decodes them.
 
-    Raises a `ValueError` if it has no rows, a column is missing or of the wrong type, or a row does not have two images,
-    one question, and a completion that begins with Yes or No. Errors call the dataset `name`.
+    Raises a `ValueError` if it has no rows, a column is missing or of the wrong type, or a row does not have two
+    images, one question, and a completion that begins with Yes or No. Errors call the dataset `name`.
     """
     _check_columns(dataset, name)
     for row, reason in _find_invalid_rows(dataset):
@@ -325,8 +326,8 @@ def _cache_file(dataset: Dataset) -> Path:
 
 def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: bool = False) -> Dataset:
     """
-    Check pairs like [`check_pair_columns`], and also decode every image, so that a damaged one does not end a run. Returns
-    the valid rows.
+    Check pairs like [`check_pair_columns`], and also decode every image, so that a damaged one does not end a run.
+    Returns the valid rows.
 
     Unless caching is disabled, the result is cached by the dataset's fingerprint and the sizes and times of its image
     files, and images are only decoded again after one has changed. Images behind URLs count as broken.
@@ -363,8 +364,8 @@ def swap_pairs(dataset: Dataset) -> Dataset:
     Append each pair in reverse order, so that the judge does not learn from the order. Not in the paper.
 
     Pairs whose question or answer depends on the order are not reversed: editing questions, and texts that refer to an
-    image by position, such as "the second image", "on the left", "Image A" or "the latter". The count is logged. Images
-    are not decoded.
+    image by position, such as "the second image", "on the left", "Image A" or "the latter". The count is logged.
+    Images are not decoded.
     """
     swappable_rows = [row for row, *texts in iter_texts(dataset) if not any(map(_mentions_position, texts))]
     logger.info(

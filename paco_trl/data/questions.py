@@ -4,8 +4,8 @@ Questions for the pairwise judge and for benchmarks.
 
 P(Yes) is only comparable between answers to the same wording, so the trainer, rewards and evaluations share these
 questions. They are copied from the published code (https://github.com/X-GenGroup/PaCo-RL), with its uneven wording
-(`"Yes" and "No" first`). The paper (https://arxiv.org/abs/2512.04784) always prints `"Yes" or "No"`; it is not known which
-wording the published weights were trained on. Texts are inserted unchanged; an empty one raises `ValueError`.
+(`"Yes" and "No" first`). The paper (https://arxiv.org/abs/2512.04784) always prints `"Yes" or "No"`; it is not known
+which wording the published weights were trained on. Texts are inserted unchanged; an empty one raises `ValueError`.
 """
 
 import yaml

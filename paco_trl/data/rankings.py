@@ -98,8 +98,8 @@ def load_consistency_rank(path: str | Path) -> Dataset:
             Directory, or Hub id of a dataset.
 
     Returns:
-        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"` for record `n` of a reference), `group` (the
-        folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
+        [`~datasets.Dataset`]: the columns `id` (`"<folder>/<reference>/<n>"` for record `n` of a reference), `group`
+        (the folder), `prompt`, `criteria`, `reference`, `candidates` and `ranking`.
 
     Raises:
         ValueError: If a file does not have JSON objects, or a record is broken.

@@ -30,12 +30,12 @@ def has_source_images(dataset: Dataset) -> bool:
 
 class SourceImages:
     """
-    Source images of a dataset and their sizes, from `image` ([`~datasets.Image`]) or `images` (a list of them), decoded or
-    not, or from another `column`, such as `"references"`. Errors call the dataset `where`.
+    Source images of a dataset and their sizes, from `image` ([`~datasets.Image`]) or `images` (a list of them),
+    decoded or not, or from another `column`, such as `"references"`. Errors call the dataset `where`.
 
-    Reads the header of every image, but no pixels, so that broken files are found before a model is loaded: a `ValueError`
-    names the row of an image that is missing, unreadable or a URL, or of an empty list. Nothing is downloaded, and the
-    dataset is not changed.
+    Reads the header of every image, but no pixels, so that broken files are found before a model is loaded: a
+    `ValueError` names the row of an image that is missing, unreadable or a URL, or of an empty list. Nothing is
+    downloaded, and the dataset is not changed.
 
     Attributes:
         column (`str`): Name of the column: `"image"`, `"images"` or `"references"`.

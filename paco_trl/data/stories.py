@@ -28,12 +28,12 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
 
     Returns:
         [`~datasets.Dataset`]: one row per story with `id`, `layout` (`"separate"`), `theme` (the type of story and its
-        characters), `panels` (one per shot: camera, plot, description, characters, scene), `shots` (their numbers) and, if
-        all stories have images of characters, `references` (the first of each character).
+        characters), `panels` (one per shot: camera, plot, description, characters, scene), `shots` (their numbers)
+        and, if all stories have images of characters, `references` (the first of each character).
 
     Raises:
-        FileNotFoundError: If there is no `story.json`.
-        ValueError: If a story or shot lacks a text in this language, or a character's images are outside the directory.
+        FileNotFoundError: If there is no `story.json`. ValueError: If a story or shot lacks a text in this language,
+        or a character's images are outside the directory.
     """
     root = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
     files = sorted(root.glob("*/story.json")) or sorted(root.glob("*/*/story.json"))

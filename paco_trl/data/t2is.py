@@ -24,8 +24,8 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
 
     The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
     `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
-    `{"dimension", "name", "text"}`, because in a column of dictionaries every row would have the names of all rows. Its
-    inverse is [`criteria_dict`].
+    `{"dimension", "name", "text"}`, because in a column of dictionaries every row would have the names of all rows.
+    Its inverse is [`criteria_dict`].
 
     Args:
         row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
@@ -42,18 +42,20 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
 
 def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        parsed = parse_image_set_prompt(row["prompt"])
+        parsed_prompt = parse_image_set_prompt(row["prompt"])
         layout = GRID.fullmatch(row["layout"].strip())
-        if layout is None or (int(layout[1]), int(layout[2])) != (parsed.rows, parsed.cols):
-            raise ValueError(f"`layout` is {shorten(row['layout'])}, but the prompt has {parsed.rows}x{parsed.cols}.")
-        panel_size(row["height"], row["width"], parsed.rows, parsed.cols)
+        if layout is None or (int(layout[1]), int(layout[2])) != (parsed_prompt.rows, parsed_prompt.cols):
+            raise ValueError(
+                f"`layout` is {shorten(row['layout'])}, but the prompt has {parsed_prompt.rows}x{parsed_prompt.cols}."
+            )
+        panel_size(row["height"], row["width"], parsed_prompt.rows, parsed_prompt.cols)
     except ValueError as error:
         raise ValueError(f"T2IS row with idx {shorten(row['idx'])}: {error}") from error
     columns = {name: row[name] for name in ("prompt", "height", "width")} | {"id": str(row["idx"])}
     optional = {"category": "category", "subcategory": "task_name", "case_id": "original_idx"}
     columns |= {name: row.get(raw_name) for name, raw_name in optional.items()}
-    columns |= {"criteria": criteria_list(row.get("criteria"))} | parsed._asdict()
-    return columns | {"theme": row.get("theme") or parsed.theme}
+    columns |= {"criteria": criteria_list(row.get("criteria"))} | parsed_prompt._asdict()
+    return columns | {"theme": row.get("theme") or parsed_prompt.theme}
 
 
 def _features() -> Features:
@@ -86,22 +88,22 @@ def read_t2is_bench(folder: Path) -> Dataset:
 
 
 def _convert_case(name: str, case: dict[str, Any], criteria: list[dict[str, str]]) -> dict[str, Any]:
-    # The benchmark's code only names `task_name_case_id` and `output_image_count`. The prompt is the text that describes
-    # a grid, or the longest one
+    # The benchmark's code only names `task_name_case_id` and `output_image_count`. The prompt is the text that
+    # describes a grid, or the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
     grid, count = next(filter(GRID_LAYOUT.search, texts), None), case.get("output_image_count")
     if grid is not None:
-        parsed = parse_image_set_prompt(grid)
+        parsed_prompt = parse_image_set_prompt(grid)
     elif not texts or type(count) is not int or count < 1:
         raise ValueError(
             f"it has neither a prompt of a grid nor an instruction with `output_image_count`: {list(case)}."
         )
     else:
-        parsed = ImageSetPrompt(texts[0], *default_grid(count), [])
-    rows, cols = parsed.rows, parsed.cols
+        parsed_prompt = ImageSetPrompt(texts[0], *default_grid(count), [])
+    rows, cols = parsed_prompt.rows, parsed_prompt.cols
     if count not in (None, rows * cols):
         raise ValueError(f"`output_image_count` is {shorten(count)}, but its prompt asks for a {rows}x{cols} grid.")
     columns = {"id": name, "case_id": name, "category": case.get("category"), "criteria": criteria}
-    columns |= {"prompt": grid or parsed.theme, "height": _PANEL_SIDE * rows, "width": _PANEL_SIDE * cols}
+    columns |= {"prompt": grid or parsed_prompt.theme, "height": _PANEL_SIDE * rows, "width": _PANEL_SIDE * cols}
     columns["subcategory"] = str(case.get("task_name_case_id", "")).rpartition("_")[0] or None
-    return columns | parsed._asdict()
+    return columns | parsed_prompt._asdict()

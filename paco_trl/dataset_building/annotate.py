@@ -61,10 +61,10 @@ def display_order(annotator: str, instance: str, count: int) -> list[int]:
 
 
 def next_instance(
-    annotator: str, names: Collection[str], done: Collection[str], counts: Mapping[str, int], num_required: int
+    annotator: str, names: Collection[str], finished: Collection[str], counts: Mapping[str, int], num_required: int
 ) -> str | None:
     """Select the next instance for an annotator: one with the fewest rankings, in the annotator's random order."""
-    candidates = [name for name in names if name not in done and counts.get(name, 0) < num_required]
+    candidates = [name for name in names if name not in finished and counts.get(name, 0) < num_required]
     return min(
         candidates, key=lambda name: (counts.get(name, 0), keyed_hash("instance", annotator, name)), default=None
     )
@@ -188,8 +188,8 @@ def make_app(work: AnnotationWork) -> "Blocks":
     import gradio as gr
 
     @_display_errors()
-    def show(annotator: str, instance: str | None = None, saved: str | None = None) -> list[Any]:
-        task = work.task(annotator, instance) | {"saved": saved}
+    def show(annotator: str, instance: str | None = None, saved_instance: str | None = None) -> list[Any]:
+        task = work.task(annotator, instance) | {"saved": saved_instance}
         is_task = task["instance"] is not None
         if is_task:
             count = len(task["images"])
@@ -209,7 +209,7 @@ def make_app(work: AnnotationWork) -> "Blocks":
     @_display_errors()
     def save(task: dict[str, Any]) -> list[Any]:
         work.save(task["annotator"], task["instance"], task["order"])
-        return show(task["annotator"], saved=task["instance"])
+        return show(task["annotator"], saved_instance=task["instance"])
 
     with gr.Blocks(title="Rank images by consistency", analytics_enabled=False, fill_width=True) as app:
         with gr.Column() as start:

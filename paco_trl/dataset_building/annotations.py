@@ -111,9 +111,9 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
     Returns:
         `list[Annotation]`: the last annotation per annotator and instance, ordered by both.
     """
-    last = {(item.annotator, item.instance): item for item, _ in checked_annotations(paths, instances)}
+    latest = {(item.annotator, item.instance): item for item, _ in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
-    return sorted(last.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
+    return sorted(latest.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:
@@ -195,10 +195,10 @@ def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
             Annotations.
 
     Returns:
-        `dict`: `instances` and `instances_of_several` (ranked by at least two annotators); `kendalls_w`, its mean over the
-        latter; `pairwise_agreement`, the fraction of candidate pairs that two annotators put in the same order (chance:
-        0.5); and `annotators`, for each `ranked`, `skipped` and `agreement_with_others` (with their majority). Undefined
-        values are `None`.
+        `dict`: `instances` and `instances_of_several` (ranked by at least two annotators); `kendalls_w`, its mean over
+        the latter; `pairwise_agreement`, the fraction of candidate pairs that two annotators put in the same order
+        (chance: 0.5); and `annotators`, for each `ranked`, `skipped` and `agreement_with_others` (with their
+        majority). Undefined values are `None`.
     """
     ranks_by_instance: dict[str, dict[str, tuple[int, ...]]] = {}  # ranks by instance and annotator
     for annotation in annotations:
@@ -218,14 +218,14 @@ def agreement_report(annotations: Sequence[Annotation]) -> dict[str, Any]:
         "annotators": {},
     }
     for name in sorted({annotation.annotator for annotation in annotations}):
-        ranked = {instance: ranks[name] for instance, ranks in ranks_by_instance.items() if name in ranks}
+        own_ranks = {instance: ranks[name] for instance, ranks in ranks_by_instance.items() if name in ranks}
         agreement_counts = []
-        for instance, ranks in ranked.items():
+        for instance, ranks in own_ranks.items():
             other_ranks = [other for annotator, other in ranks_by_instance[instance].items() if annotator != name]
             agreement_counts += [count_agreement(ranks, *other_ranks)] if other_ranks else []
         report["annotators"][name] = {
-            "ranked": len(ranked),
-            "skipped": sum(annotation.annotator == name for annotation in annotations) - len(ranked),
+            "ranked": len(own_ranks),
+            "skipped": sum(annotation.annotator == name for annotation in annotations) - len(own_ranks),
             "agreement_with_others": _fraction(agreement_counts),
         }
     return report

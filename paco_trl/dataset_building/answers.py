@@ -31,23 +31,24 @@ def ask_in_rounds(
     purpose: str,
     seed: int,
     max_attempts: int,
-    wanted: Mapping[Any, int],
+    target_counts: Mapping[Any, int],
     request: Callable[[Any, int], tuple[Any, int]],
     read: Callable[[Any, Reply, int], tuple[list, Counter[str]]],
     key_of: Callable[[Any, Any], str],
 ) -> tuple[dict[Any, list], dict[str, Any]]:
     """
-    Request the `wanted` number of texts per name, in at most `max_attempts` rounds with different seeds. Returns the texts,
-    and a report on the replies.
+    Request the number of texts in `target_counts` per name, in at most `max_attempts` rounds with different seeds.
+    Returns the texts, and a report on the replies.
     """
-    # `request` returns the content of a question and the length of its answer. `read` returns the usable texts of a reply,
-    # and why others are not usable. Both get the number of missing texts. Of texts with the same key, the first is taken.
-    # Replies are saved immediately, but used in the order of `wanted`, so that the result does not depend on their order
+    # `request` returns the content of a question and the length of its answer. `read` returns the usable texts of a
+    # reply, and why others are not usable. Both get the number of missing texts. Of texts with the same key, the first
+    # is taken. Replies are saved immediately, but used in the order of `target_counts`, so that the result does not
+    # depend on their order
     replies: dict[Any, list[Reply]] = defaultdict(list)
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))
     has_usable = any(
-        read(name, reply, count)[0] for name, count in wanted.items() for reply in replies[name][:max_attempts]
+        read(name, reply, count)[0] for name, count in target_counts.items() for reply in replies[name][:max_attempts]
     )
 
     def build_request(name: Any, attempt: int, count: int) -> ChatRequest:
@@ -57,9 +58,10 @@ def ask_in_rounds(
 
     def no_usable_error() -> ValueError:
         causes = sum(
-            (read(name, reply, count)[1] for name, count in wanted.items() for reply in replies[name]), Counter()
+            (read(name, reply, count)[1] for name, count in target_counts.items() for reply in replies[name]),
+            Counter(),
         )
-        name = next(name for name in wanted if replies[name])
+        name = next(name for name in target_counts if replies[name])
         text, reason = replies[name][0]
         return ValueError(
             f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
@@ -67,11 +69,11 @@ def ask_in_rounds(
             f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
-    texts: dict[Any, list] = {name: [] for name in wanted}
+    texts: dict[Any, list] = {name: [] for name in target_counts}
     num_requests, rejected, missing_causes, keys = 0, Counter[str](), Counter[str](), set[str]()
     for attempt in range(max_attempts):
         remaining_counts = {
-            name: count - len(texts[name]) for name, count in wanted.items() if count > len(texts[name])
+            name: count - len(texts[name]) for name, count in target_counts.items() if count > len(texts[name])
         }
         unsent = [name for name in remaining_counts if len(replies[name]) <= attempt]
         if unsent:

@@ -15,8 +15,8 @@ from ..utils.names import check_model_name
 
 logger = logging.getLogger(__name__)
 
-# Similarities are integer ten-thousandths, so that their sums do not depend on the order, nor on the last bits of products,
-# which change with the number of threads
+# Similarities are integer ten-thousandths, so that their sums do not depend on the order, nor on the last bits of
+# products, which change with the number of threads
 _SCALE = 10_000
 _RANDOM_SEED = 0
 # Cosine similarity from which a selected row represents another
@@ -27,8 +27,8 @@ def diversify(
     embeddings: np.ndarray, num_selected: int, duplicate_threshold: float = 0.95
 ) -> tuple[list[int], dict[str, Any]]:
     """
-    Select rows of unit vectors (n, d) that represent all others, without near-duplicates, with O(n^2) memory. Returns them
-    in the order of selection, so that the first m are the selection of m, and a report of their coverage.
+    Select rows of unit vectors (n, d) that represent all others, without near-duplicates, with O(n^2) memory. Returns
+    them in the order of selection, so that the first m are the selection of m, and a report of their coverage.
     """
     total = len(embeddings)
     if not 1 <= num_selected <= total:

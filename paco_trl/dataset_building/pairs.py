@@ -74,13 +74,13 @@ def built_pair_features() -> Features:
 def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
     """Build pairs from decisions, without those that have as many votes for Yes as for No."""
     images, hashes = column_by_id(panels, "image"), column_by_id(panels, "sha256")
-    decided = [decision for decision in decisions if decision.yes != decision.no]
+    majorities = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
-    questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in decided}}
+    questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in majorities}}
 
     features = built_pair_features()
     pairs = []
-    for first, second, prompt_id, yes, no in tqdm(decided, desc="Making pairs", unit="pair"):
+    for first, second, prompt_id, yes, no in tqdm(majorities, desc="Making pairs", unit="pair"):
         prompt = rows[prompt_id]
         pair = make_pair(images[first], images[second], questions[prompt_id], yes > no)
         pair |= {
@@ -135,15 +135,15 @@ def build_pairs(
     votes = vote_on_instances(annotations)
     order_by_instance = {name: vote.ranking for name, vote in votes.items() if vote.ranking is not None}
     hashes = column_by_id(panels, "sha256")
-    decided = decide_pairs(rows, votes, num_negatives, seed)
+    all_decisions = decide_pairs(rows, votes, num_negatives, seed)
     # Pairs of the same image (of two flat grids, for example) would be wrong or trivial
-    decisions = [pair for pair in decided if hashes[pair.first] != hashes[pair.second]]
+    decisions = [pair for pair in all_decisions if hashes[pair.first] != hashes[pair.second]]
     pairs = pairs_dataset(decisions, panels, prompts)
     report = {
         "instances": len(rows),
         "votes": {"ranked": len(votes), "ordered": len(order_by_instance)},
         "contradictions": sum(pair.yes == pair.no > 0 for pair in decisions),
-        "same_image_twice": len(decided) - len(decisions),
+        "same_image_twice": len(all_decisions) - len(decisions),
     }
     if len(pairs) == 0:
         raise ValueError(f"{len(annotations)} annotations give no pairs: {report}. Rank more instances.")

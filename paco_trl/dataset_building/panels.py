@@ -26,8 +26,8 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
 
     Args:
         grids ([`~datasets.Dataset`]):
-            Grids with `id`, `prompt_id`, `seed`, `rows`, `cols` and `image` (a path). Panels keep the mode of their grid,
-            but palettes are resolved.
+            Grids with `id`, `prompt_id`, `seed`, `rows`, `cols` and `image` (a path). Panels keep the mode of their
+            grid, but palettes are resolved.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should include a digest of the grids.
 
@@ -89,9 +89,9 @@ def make_instances(panels: Dataset) -> Dataset:
     """
     Combine panels into ranking instances.
 
-    Each panel is a reference, once for each other position; its candidates are the panels at that position in all grids of
-    the prompt. With `P` panels and `S` seeds, a prompt has `S * P * (P - 1)` instances of `S` candidates, 48 for 4 panels
-    and 4 seeds.
+    Each panel is a reference, once for each other position; its candidates are the panels at that position in all
+    grids of the prompt. With `P` panels and `S` seeds, a prompt has `S * P * (P - 1)` instances of `S` candidates, 48
+    for 4 panels and 4 seeds.
 
     Args:
         panels ([`~datasets.Dataset`]):

@@ -70,8 +70,8 @@ def write_prompts(
     Write image-set prompts with a language model, the same number for each category and layout (give or take one).
 
     Answers are checked for JSON, the number of panels, empty texts, panel markers inside texts, and repeated prompts.
-    Failures are requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs resume
-    automatically, and the result does not depend on the order of the answers.
+    Failures are requested again with another seed, and left out and counted after `max_attempts`. Interrupted runs
+    resume automatically, and the result does not depend on the order of the answers.
 
     Args:
         endpoint ([`ChatEndpoint`]):

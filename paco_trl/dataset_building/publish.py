@@ -37,9 +37,9 @@ def publish_dataset(
     """
     Push pairs and rankings to the Hub, with a card that describes them.
 
-    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split `test`),
-    written by [`~datasets.DatasetDict.push_to_hub`] with embedded images. Everything is checked before anything is sent;
-    the data are sent first, and the card last. Interrupted uploads resume.
+    The repository has the configurations `pairs` (the default, with the splits of `pairs`) and `rankings` (split
+    `test`), written by [`~datasets.DatasetDict.push_to_hub`] with embedded images. Everything is checked before
+    anything is sent; the data are sent first, and the card last. Interrupted uploads resume.
 
     Args:
         pairs ([`~datasets.DatasetDict`]), rankings ([`~datasets.Dataset`] or `None`):
@@ -108,7 +108,8 @@ def publish_dataset(
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:
             rankings_sheet(rankings, f"{folder}/rankings.png")
-        # Validate now, or the Hub may reject the metadata after hours of uploads. `card.validate` only asks huggingface.co
+        # Validate now, or the Hub may reject the metadata after hours of uploads. `card.validate` only asks
+        # huggingface.co
         content = {"content": str(card), "repoType": "dataset"}
         hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
         # After an interrupted upload, an old card must not describe new data

@@ -48,11 +48,11 @@ def judge_annotator_name(name: str) -> str:
 
 def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
     """Map annotators (all if `None`) to `"people"`, `"judge"` (if annotations have scores) or `"automatic"`."""
-    kinds = {}
+    kind_by_annotator = {}
     for path in annotation_files(folder, annotators):
         has_scores = any("scores" in record for _, record in read_lines(path))
-        kinds[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
-    return kinds
+        kind_by_annotator[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
+    return kind_by_annotator
 
 
 def rank_with_judge(
@@ -61,9 +61,9 @@ def rank_with_judge(
     """
     Rank instances with a judge, by P(Yes) that reference and candidate are consistent.
 
-    Instances of a prompt are scored in one call, so that a judge in the process encodes each panel once. Annotations are
-    saved after each prompt, and interrupted runs resume automatically. Instances that the judge could not score are left
-    out and counted, and scored by the next run.
+    Instances of a prompt are scored in one call, so that a judge in the process encodes each panel once. Annotations
+    are saved after each prompt, and interrupted runs resume automatically. Instances that the judge could not score
+    are left out and counted, and scored by the next run.
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
@@ -90,13 +90,15 @@ def rank_with_judge(
             raise ValueError(
                 f"The annotator {annotator!r} is {conflict}. Rank under another name (`--annotator`), or delete {file}."
             )
-    annotated = {annotation.instance for annotation in read_annotations(existing_files, instances)}
-    rows = [row for row in instances.with_format(None) if row["id"] not in annotated]
+    annotated_instances = {annotation.instance for annotation in read_annotations(existing_files, instances)}
+    rows = [row for row in instances.with_format(None) if row["id"] not in annotated_instances]
     paths = {name: image["path"] for name, image in column_by_id(panels, "image").items()}
     questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
 
-    unanswered = 0
-    with tqdm(total=len(instances), initial=len(annotated), desc=f"Ranking by {annotator}", unit="instance") as bar:
+    num_unanswered = 0
+    with tqdm(
+        total=len(instances), initial=len(annotated_instances), desc=f"Ranking by {annotator}", unit="instance"
+    ) as bar:
         for prompt_id, group in itertools.groupby(rows, key=lambda row: row["prompt_id"]):
             prompt_rows = list(group)
             pairs = [(paths[row["reference"]], paths[name]) for row in prompt_rows for name in row["candidates"]]
@@ -104,13 +106,13 @@ def rank_with_judge(
             for row in prompt_rows:
                 yes_scores: list = [next(scores) for _ in row["candidates"]]
                 if None in yes_scores:
-                    unanswered += 1
+                    num_unanswered += 1
                     continue
                 # Rank 1 is the highest score; equal scores are tied
                 ranks = [1 + sum(other_score > score for other_score in yes_scores) for score in yes_scores]
                 record = {"annotator": annotator, "instance": row["id"], "ranks": ranks, "scores": yes_scores}
                 append_annotation(folder, record | {"judge": judge.name, "scorer": scorer, "digest": row["digest"]})
             bar.update(len(prompt_rows))
-    if unanswered:
-        logger.warning(f"{annotator} did not score {unanswered} of {len(rows)} instances. Rerun to score them.")
-    return {"ranked": len(rows) - unanswered, "found": len(annotated), "unanswered": unanswered}
+    if num_unanswered:
+        logger.warning(f"{annotator} did not score {num_unanswered} of {len(rows)} instances. Rerun to score them.")
+    return {"ranked": len(rows) - num_unanswered, "found": len(annotated_instances), "unanswered": num_unanswered}

@@ -53,9 +53,9 @@ def write_reasons(
     Write reasons for the label of each pair with a vision-language model.
 
     The model gets both images, the question, the label and the dimensions of the pair. Its answer must begin with the
-    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have an allowed number of words, and
-    not reveal that the label was given. Failures are requested again with another seed, and left out and counted after
-    `max_attempts`. Interrupted runs resume automatically.
+    label ("Yes." or "No."), name something visible (a word of `VISIBLE_ATTRIBUTES`), have an allowed number of words,
+    and not reveal that the label was given. Failures are requested again with another seed, and left out and counted
+    after `max_attempts`. Interrupted runs resume automatically.
 
     Images are sent as PNG, with the same pixels as in training.
 

@@ -18,16 +18,16 @@ from ..utils.names import public_name
 
 class AestheticScorer:
     """
-    Predict aesthetic scores like the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor): linear layers on
-    the unit CLIP embedding of an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
+    Predict aesthetic scores like the [LAION predictor](https://github.com/LAION-AI/aesthetic-predictor): linear layers
+    on the unit CLIP embedding of an image. Its ratings are from 1 to 10, and a score is a tenth of a rating.
 
     Not comparable with T2IS-Bench and the PaCo-RL paper, whose scorer is not published.
 
     Args:
         head (`str` or `Path`):
-            Safetensors file of the linear layers, or Hub id or directory with a `model.safetensors`. Layers are ordered by
-            the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The published files are pickles:
-            convert them first.
+            Safetensors file of the linear layers, or Hub id or directory with a `model.safetensors`. Layers are
+            ordered by the numbers in their names (`layers.0.weight`, `layers.2.weight`, ...). The published files are
+            pickles: convert them first.
         clip_model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             Hub id or directory of the CLIP that the head was trained on.
         device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluation of judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909), VCReward-Bench
-(https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
+Evaluation of judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909),
+VCReward-Bench (https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
 """
 
 import math
@@ -74,24 +74,25 @@ def evaluate_edit_reward(
 ) -> dict[str, Any]:
     """
     Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), on
-    VCReward-Bench (`benchmark="vc_reward"`) or on EditReward-Compass (`"editreward_compass"`), see [`load_edit_pairs`].
+    VCReward-Bench (`benchmark="vc_reward"`) or on EditReward-Compass (`"editreward_compass"`), see
+    [`load_edit_pairs`].
 
-    An edited image is scored by the question of the row's dimension about the pair (input image, edited image), and for
-    the dimension `overall` by the geometric mean of both questions. It is first resized to the input image. Images are RGB
-    with transparency on white, and the questions are the editing reward's. Interrupted runs resume like
+    An edited image is scored by the question of the row's dimension about the pair (input image, edited image), and
+    for the dimension `overall` by the geometric mean of both questions. It is first resized to the input image. Images
+    are RGB with transparency on white, and the questions are the editing reward's. Interrupted runs resume like
     [`evaluate_rankings`].
 
-    `protocol="published"` repeats the script behind the paper's figures, and only its results compare with the tables of
-    [`published_tables`]`("EditReward-Bench")` for this protocol. Its two questions ask for a one-word answer, with
-    `<img1>: ` and `<img2>: ` before the images. P(Yes) is the sum over yes, Yes, YES, y and Y, and P(No) over no, No, NO, n
-    and N, if they are among the 20 likeliest tokens; the score is 0 if none is. (The script also counts the token that it
-    samples at random.) Transparency is dropped instead of put on white.
+    `protocol="published"` repeats the script behind the paper's figures, and only its results compare with the tables
+    of [`published_tables`]`("EditReward-Bench")` for this protocol. Its two questions ask for a one-word answer, with
+    `<img1>: ` and `<img2>: ` before the images. P(Yes) is the sum over yes, Yes, YES, y and Y, and P(No) over no, No,
+    NO, n and N, if they are among the 20 likeliest tokens; the score is 0 if none is. (The script also counts the
+    token that it samples at random.) Transparency is dropped instead of put on white.
 
     Args:
         scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), protocol (`str`, *optional*, defaults to `"default"`):
-            See [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit) and the
-            instruction, and returns 1 if the first edit is better, 0 if the second is, 0.5 for a tie, or `None`, which is
-            never correct.
+            See [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit)
+            and the instruction, and returns 1 if the first edit is better, 0 if the second is, 0.5 for a tie, or
+            `None`, which is never correct.
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
@@ -104,11 +105,12 @@ def evaluate_edit_reward(
         `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`]; `num_keys`, the
         number of distinct edited images; `num_groups` for the intervals (rows that share an image, directly or through
         other rows, or with another `benchmark` the instruction); and `dimensions`, for each dimension in the dataset
-        `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of
-        rows whose preferred image scores higher, averaged over the task types; `geq` also counts ties.
+        `strict` and `geq` (`mean` and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction
+        of rows whose preferred image scores higher, averaged over the task types; `geq` also counts ties.
 
     Raises:
-        ValueError: If the dataset does not have this format, an image cannot be read, the file belongs to another run, or
+        ValueError: If the dataset does not have this format, an image cannot be read, the file belongs to another run,
+        or
             a score is not finite, or negative for `overall`.
     """
     runs.check_protocol(protocol)
@@ -232,10 +234,10 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     Load VCReward-Bench (`"vc_reward"`) or EditReward-Compass (`"editreward_compass"`) for [`evaluate_edit_reward`].
 
     `path` is a Hub id, directory or file, and `config` its configuration if it has several. VCReward-Bench has
-    `instruction`, `source_image`, `edited_images` (two), `winner` (`Image A` or `Image B`) and `task`. EditReward-Compass
-    has `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label` (`preference` or `tie`), and the paths `source_image`, `winner`
-    and `loser`, relative to the file. Its `VQ` rows are left out, since visual quality is not a question about a pair.
-    Raises a `ValueError` if a column is missing or a verdict is unknown.
+    `instruction`, `source_image`, `edited_images` (two), `winner` (`Image A` or `Image B`) and `task`.
+    EditReward-Compass has `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label` (`preference` or `tie`), and the paths
+    `source_image`, `winner` and `loser`, relative to the file. Its `VQ` rows are left out, since visual quality is not
+    a question about a pair. Raises a `ValueError` if a column is missing or a verdict is unknown.
     """
     has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
     dataset = load_split(path, split, images, config=config).with_format(None)

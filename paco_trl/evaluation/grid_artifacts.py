@@ -18,21 +18,22 @@ def grid_artifact_score(image: Image, period: int, rows: int = 1, cols: int = 1)
     """
     Measure how much more neighboring pixels differ across the lines of the patch grid than elsewhere.
 
-    Diffusion transformers generate images patch by patch, and can leave their patch grid in images of another size than
-    they were trained at. 0 means that the lines do not stand out, 1 that neighboring pixels differ twice as much across a
-    line as elsewhere.
+    Diffusion transformers generate images patch by patch, and can leave their patch grid in images of another size
+    than they were trained at. 0 means that the lines do not stand out, 1 that neighboring pixels differ twice as much
+    across a line as elsewhere.
 
-    In each direction, the absolute differences of neighboring pixels are averaged along each line of pixels, and cut into
-    stretches of one period with a grid line in the middle, each divided by its mean. The score is the median at the grid
-    line over the mean of the other positions' medians, minus 1, averaged over both directions. Without a grid it is within
-    0.02 for noise of 512 pixels and a period of 16; images with few large shapes vary more, so compare means.
+    In each direction, the absolute differences of neighboring pixels are averaged along each line of pixels, and cut
+    into stretches of one period with a grid line in the middle, each divided by its mean. The score is the median at
+    the grid line over the mean of the other positions' medians, minus 1, averaged over both directions. Without a grid
+    it is within 0.02 for noise of 512 pixels and a period of 16; images with few large shapes vary more, so compare
+    means.
 
     Args:
         image (`PIL.Image.Image`):
             Image or image set as the pipeline returned it, since resizing would move the lines.
         period (`int`):
-            Distance of the lines in pixels: the VAE's factor times the transformer's patch size, for example 8 x 2 = 16
-            for FLUX.
+            Distance of the lines in pixels: the VAE's factor times the transformer's patch size, for example 8 x 2 =
+            16 for FLUX.
         rows (`int`, *optional*, defaults to `1`), cols (`int`, *optional*, defaults to `1`):
             Layout of an image set. Pixels within two of a panel border are ignored.
 

@@ -5,8 +5,8 @@ Metrics of judges: agreement with human rankings, separation of labeled pairs, a
 Human rankings have the format of ConsistencyRank (https://huggingface.co/papers/2512.04784).
 """
 
-# An order lists the n items, best first; the rank of an item is its position in the order, from 1. As permutations they
-# are inverses of each other, so that correlations of orders differ from correlations of ranks
+# An order lists the n items, best first; the rank of an item is its position in the order, from 1. As permutations
+# they are inverses of each other, so that correlations of orders differ from correlations of ranks
 import math
 from collections.abc import Sequence
 
@@ -28,9 +28,9 @@ def ranking_metrics(scores: Sequence[float], human_ranking: Sequence[int]) -> di
             Indices of the items, best first: a permutation of 0 to n - 1.
 
     Returns:
-        `dict[str, float]`: `accuracy`, the fraction of the items whose predicted rank is the human one; `kendall_tau` (b)
-        and `spearman_rho` of both ranks, NaN if all scores are equal; and `top1_bottom1`, the mean of two hits (1 or 0):
-        the human best has predicted rank 1, the human worst predicted rank n.
+        `dict[str, float]`: `accuracy`, the fraction of the items whose predicted rank is the human one; `kendall_tau`
+        (b) and `spearman_rho` of both ranks, NaN if all scores are equal; and `top1_bottom1`, the mean of two hits (1
+        or 0): the human best has predicted rank 1, the human worst predicted rank n.
 
     Example:
 
@@ -59,10 +59,10 @@ def list_order_metrics(scores: Sequence[float], human_ranking: Sequence[int]) ->
     """
     Compute the published variant of [`ranking_metrics`], only for comparison with the paper's figures.
 
-    Its tau and rho correlate the two *order lists* (the index of the first item, the second, and so on), as if an index
-    were a quantity. For orders of four items, this differs from the correlation of ranks in about half of all pairs, and
-    has the opposite sign in about a quarter. Ties are broken by index, the later item first, so that nothing is NaN. (In
-    the published script, the order of ties depends on the processor.)
+    Its tau and rho correlate the two *order lists* (the index of the first item, the second, and so on), as if an
+    index were a quantity. For orders of four items, this differs from the correlation of ranks in about half of all
+    pairs, and has the opposite sign in about a quarter. Ties are broken by index, the later item first, so that
+    nothing is NaN. (In the published script, the order of ties depends on the processor.)
 
     Args:
         scores (`Sequence[float]`), human_ranking (`Sequence[int]`):
@@ -106,7 +106,8 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
 
 def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: int = 10) -> dict[str, list[float]]:
     """
-    Compute the reliability of probabilities: in bins of equal width, the mean score and the fraction of consistent pairs.
+    Compute the reliability of probabilities: in bins of equal width, the mean score and the fraction of consistent
+    pairs.
 
     Args:
         scores (`Sequence[float]`), labels (`Sequence[int]`):

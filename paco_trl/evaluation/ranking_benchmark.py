@@ -48,8 +48,8 @@ def evaluate_rankings(
     unknown), protocol, template or dataset is rejected.
 
     `protocol="published"` repeats the script behind the paper's figures, and only its results compare with
-    [`published_tables`]`("ConsistencyRank")`. It asks the question of `template="plain"` with `<img1>: ` and `<img2>: `
-    before the images, scores 0 if no answer is among the 20 likeliest tokens, uses the tau and rho of
+    [`published_tables`]`("ConsistencyRank")`. It asks the question of `template="plain"` with `<img1>: ` and `<img2>:
+    ` before the images, scores 0 if no answer is among the 20 likeliest tokens, uses the tau and rho of
     [`list_order_metrics`], and drops transparency instead of putting it on white.
 
     Args:
@@ -76,10 +76,10 @@ def evaluate_rankings(
             [`~paco_trl.rewards.ServedJudge`]), or one that ignores questions.
 
     Returns:
-        `dict[str, Any]`: `settings`; `metrics`, with the `mean` of each over the rows and its bootstrap `interval` over the
-        groups; and `num_instances` (rows), `num_groups`, `num_undefined_correlations` (rows without tau and rho because all
-        scores are equal), `num_ties` (rows with equal scores of two candidates) and `num_unanswered` (questions without an
-        answer among the 20 likeliest tokens).
+        `dict[str, Any]`: `settings`; `metrics`, with the `mean` of each over the rows and its bootstrap `interval`
+        over the groups; and `num_instances` (rows), `num_groups`, `num_undefined_correlations` (rows without tau and
+        rho because all scores are equal), `num_ties` (rows with equal scores of two candidates) and `num_unanswered`
+        (questions without an answer among the 20 likeliest tokens).
 
     Raises:
         ValueError: If a row is broken, the file belongs to another run, or a score is not finite.

@@ -45,8 +45,8 @@ def published_tables(benchmark: str) -> list[PublishedTable]:
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Format results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one per benchmark and protocol, each
-    with a title, column names and rows.
+    Format results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one per benchmark and protocol,
+    each with a title, column names and rows.
     """
     tables = []
     for (benchmark, protocol), group in _group_entries(entries).items():
@@ -91,14 +91,14 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Existing results in the directory are kept, unless they have the same settings and are replaced: write several scorers,
-    or one with other weights, dtypes or quantizations, to the same directory to compare them. `results.json` has the
-    results, their settings and package versions, with `null` for NaN.
+    Existing results in the directory are kept, unless they have the same settings and are replaced: write several
+    scorers, or one with other weights, dtypes or quantizations, to the same directory to compare them. `results.json`
+    has the results, their settings and package versions, with `null` for NaN.
 
     Args:
         results (`dict[str, Any]`):
-            Results of [`evaluate_rankings`] or [`evaluate_edit_reward`]. You may add to their `settings`, for example the
-            dtype; `settings["dataset"]`, a name, is shown in the table.
+            Results of [`evaluate_rankings`] or [`evaluate_edit_reward`]. You may add to their `settings`, for example
+            the dtype; `settings["dataset"]`, a name, is shown in the table.
         folder (`str` or `Path`):
             Directory to write to.
 

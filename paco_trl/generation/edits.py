@@ -36,13 +36,13 @@ def generate_edits(
     """
     Edit the source of each prompt once, on one or several processes (`accelerate launch`).
 
-    Each image starts from the noise of the seed, generated on the CPU, so that all models and devices edit from the same
-    noise. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` if there is no column
-    `language`, with the id encoded by [`~paco_trl.utils.files.file_name`].
+    Each image starts from the noise of the seed, generated on the CPU, so that all models and devices edit from the
+    same noise. Complete files are kept. Files are `images/<language>/<id>.png`, or `images/<id>.png` if there is no
+    column `language`, with the id encoded by [`~paco_trl.utils.files.file_name`].
 
-    The size comes from `call_arguments` or the row (`height` and `width`), otherwise the pipeline chooses it by the source.
-    FLUX.1-Kontext would generate squares of about a megapixel; instead it gets the aspect ratio of the source, with the
-    area of its argument `max_area`.
+    The size comes from `call_arguments` or the row (`height` and `width`), otherwise the pipeline chooses it by the
+    source. FLUX.1-Kontext would generate squares of about a megapixel; instead it gets the aspect ratio of the source,
+    with the area of its argument `max_area`.
 
     Args:
         pipeline ([`~diffusers.DiffusionPipeline`]):
@@ -58,8 +58,8 @@ def generate_edits(
             `true_cfg_scale`.
 
     Returns:
-        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed` and
-        `image` (a path). It is also saved in the directory, with a report.
+        [`~datasets.Dataset`]: the edits in the order of the prompts: `id`, `language` if the prompts have it, `seed`
+        and `image` (a path). It is also saved in the directory, with a report.
     """
     import torch
     from accelerate import PartialState

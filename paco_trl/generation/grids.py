@@ -35,7 +35,8 @@ class GridBatch(NamedTuple):
 
 def plan_batches(sizes: Sequence[tuple[int, ...]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
     """Plan the calls for all prompts and seeds from the images' height, width and, if not 1, number."""
-    # A function of the arguments only: the last bits of an image depend on its batch, so a resumed run must repeat the calls
+    # A function of the arguments only: the last bits of an image depend on its batch, so a resumed run must repeat the
+    # calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
     rows_by_size: dict[tuple[int, ...], list[int]] = {}
@@ -72,7 +73,8 @@ def generate_grids(
         pipeline ([`~diffusers.DiffusionPipeline`]):
             Any pipeline that generates images of a given size from text.
         prompts ([`~datasets.Dataset`]):
-            Image-set prompts with `id`. As in training, their `references` are sources for pipelines that take several.
+            Image-set prompts with `id`. As in training, their `references` are sources for pipelines that take
+            several.
         folder ([`StageFolder`]):
             Directory of the stage. Its settings should include everything that the images depend on.
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2, 3)`):

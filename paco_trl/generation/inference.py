@@ -135,7 +135,7 @@ class LoadingSpec:
         pipeline = self.load_pipeline()
         transformer = getattr(pipeline, "transformer", None)
         if self.adapter is not None:
-            # In the compute dtype where diffusers would have it cast nothing for float8
+            # With fp8 storage, load the adapter in the compute dtype, to which diffusers would not cast it
             options: dict[str, Any] = {"autocast_adapter_dtype": self.quantization != "fp8_storage"}
             pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
         if self.quantization == "fp8_storage":
@@ -160,9 +160,9 @@ def load_for_inference(
     """
     Load an adapter with its base model, a fully trained transformer, or a plain pipeline, ready to generate images.
 
-    Models saved by paco_trl are loaded as they were trained: their `paco_trl.json` records the base model and its revision,
-    the precision, the quantization, and the size, guidance, steps and negative prompt of the run's evaluations. Other LoRAs
-    that diffusers supports are loaded into the base model that their config or card names.
+    Models saved by paco_trl are loaded as they were trained: their `paco_trl.json` records the base model and its
+    revision, the precision, the quantization, and the size, guidance, steps and negative prompt of the run's
+    evaluations. Other LoRAs that diffusers supports are loaded into the base model that their config or card names.
 
     As in training, text encoders and transformer take turns on a GPU, so that the GPU of the training is large enough.
 
@@ -177,8 +177,8 @@ def load_for_inference(
         dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`):
             Compute dtype. `"auto"` uses the dtype of training, or bfloat16.
         quantization (`str`, *optional*, defaults to `"auto"`):
-            Quantization of the transformer and the text encoders: `"nf4"`, `"int8"`, `"fp8"` or `"fp8_storage"`. `"auto"`
-            quantizes as in training; `None` does not quantize.
+            Quantization of the transformer and the text encoders: `"nf4"`, `"int8"`, `"fp8"` or `"fp8_storage"`.
+            `"auto"` quantizes as in training; `None` does not quantize.
         offload (`bool`, *optional*):
             Whether text encoders and transformer take turns on the device. `False` keeps everything on it, which saves
             time for each new prompt. If `None`, as in training, or `True`.
@@ -186,8 +186,8 @@ def load_for_inference(
             Device. Defaults to this process's device (see [`~accelerate.PartialState`]).
 
     Returns:
-        `tuple[DiffusionPipeline, dict[str, Any]]`: the pipeline, and the arguments of its call besides the prompt, empty if
-        none are recorded.
+        `tuple[DiffusionPipeline, dict[str, Any]]`: the pipeline, and the arguments of its call besides the prompt,
+        empty if none are recorded.
 
     Raises:
         ValueError: If no base model is named, the adapter was trained on another one, or it belongs to a judge.
@@ -348,8 +348,8 @@ class Turns:
     """
     Alternates the text encoders and the other components of a pipeline on a device.
 
-    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and leaving weights are
-    not copied, since the CPU still has them.
+    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and leaving weights
+    are not copied, since the CPU still has them.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device):

@@ -28,14 +28,16 @@ _OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  
 # Files of a repository that has no model yet
 _UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
 
-# Seconds to connect, read, write, and wait for a connection. Without them the Hub's client, and the run, may hang forever
+# Seconds to connect, read, write, and wait for a connection. Without them the Hub's client, and the run, may hang
+# forever
 _TIMEOUT = (30.0, 120.0, 120.0, None)
 
 
 @contextmanager
 def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
     """
-    Raise a `ConnectionError` with a remedy if the Hub does not answer, or is still overloaded after its client's retries.
+    Raise a `ConnectionError` with a remedy if the Hub does not answer, or is still overloaded after its client's
+    retries.
 
     Requests that the Hub refuses keep their error.
     """

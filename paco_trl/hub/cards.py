@@ -72,17 +72,17 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         ]
     else:
         context |= {"code": _code, **_example(card)}
-    rendered = ModelCard(template.render(context, card_data=metadata(card).to_yaml()))
-    rendered.text = re.sub(r"\n{3,}", "\n\n", rendered.text).rstrip() + "\n"
-    return rendered
+    model_card = ModelCard(template.render(context, card_data=metadata(card).to_yaml()))
+    model_card.text = re.sub(r"\n{3,}", "\n\n", model_card.text).rstrip() + "\n"
+    return model_card
 
 
 def save_card(
     card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
 ) -> None:
     """
-    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; delete the pictures of an earlier card that it
-    no longer has.
+    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; delete the pictures of an earlier card
+    that it no longer has.
 
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.

@@ -65,8 +65,8 @@ class HubPusher:
         self, checkpoint: str | Path, message: str, checkpoint_name: str | None = None, replace: bool = True
     ) -> None:
         """
-        Upload a checkpoint in the background. With `replace`, it supersedes a waiting upload. With `checkpoint_name`, the
-        full checkpoint is also uploaded to the folder of that name, so that training can resume.
+        Upload a checkpoint in the background. With `replace`, it supersedes a waiting upload. With `checkpoint_name`,
+        the full checkpoint is also uploaded to the folder of that name, so that training can resume.
         """
         staging_dir = self._stage(checkpoint, checkpoint_name)
         if replace and self._job is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Settings of a saved model and its training: `paco_trl.json` beside every model, from which cards and code are generated.
+Settings of a saved model and its training: `paco_trl.json` beside every model, from which cards and code are
+generated.
 
 Fields that are `None` or empty do not appear on the card.
 """
@@ -34,8 +35,8 @@ class LoRA:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the settings and values for the card's table."""
-        continued = f", continued from {self.continued_from}" if self.continued_from else ""
-        yield "LoRA", f"rank {self.rank}, alpha {self.alpha:g}{continued}"
+        suffix = f", continued from {self.continued_from}" if self.continued_from else ""
+        yield "LoRA", f"rank {self.rank}, alpha {self.alpha:g}{suffix}"
         if self.layers:
             yield "adapted layers", ", ".join(f"`{name}`" for name in self.layers)
         if self.quantization:
@@ -176,10 +177,10 @@ def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
     """Build a card from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
     is_judge = {"judge": True, "image model": False}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
-    nested: dict[str, Any] = {
+    nested_values: dict[str, Any] = {
         name: cls(**values[name]) for name, cls in (("lora", LoRA), ("license", License)) if values.get(name)
     }
     if not is_judge:
-        nested["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
-        nested["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
-    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **nested})
+        nested_values["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
+        nested_values["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
+    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **nested_values})

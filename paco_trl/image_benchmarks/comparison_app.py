@@ -102,7 +102,7 @@ class Comparison:
         if self.panel_template is not None and cols == 0:
             raise ValueError("Write what all images show in the first line, then one line per image.")
         if any(type(number) is not int for number in (rows, cols, seed, steps)):
-            raise ValueError("Rows, columns, seed and steps must be integers.")
+            raise ValueError("Rows, columns, seed and steps must be integers. Choose others.")
         for name, number, minimum, maximum in (
             ("seed", seed, 0, _MAX_SEED),
             ("steps", steps, 1, MAX_STEPS),
@@ -302,8 +302,8 @@ def serve_comparison(
     """
     Serve a browser app that compares a base model with its adapter, by images of the same prompt and noise.
 
-    Visitors are limited to 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space, the app only
-    listens on 127.0.0.1. `paco-trl space` writes a Space that calls this function.
+    Visitors are limited to 16 panels, 2304 x 2304 pixels, 100 steps and 10,000 characters. Outside of a Space, the app
+    only listens on 127.0.0.1. `paco-trl space` writes a Space that calls this function.
 
     Args:
         model (`str`):
@@ -323,8 +323,8 @@ def serve_comparison(
         guidance_scale (`float`, *optional*, defaults to `3.5`), negative_prompt (`str`, *optional*):
             Guidance, as in training.
         panel_template (`str`, *optional*), panel_generation (`str`, *optional*, defaults to `"independent"`):
-            Options for separate images, see [`PaCoGRPOConfig`]: the first line of a prompt is for all images, followed by
-            one line per image. If `None`, sets are grids.
+            Options for separate images, see [`PaCoGRPOConfig`]: the first line of a prompt is for all images, followed
+            by one line per image. If `None`, sets are grids.
         dtype (`str`, *optional*, defaults to `"bfloat16"`):
             Compute dtype of the pipeline and the judge.
         quantization (`str`, *optional*, defaults to `"auto"`), offload (`bool`, *optional*):

@@ -55,13 +55,14 @@ def score_edits(
     gedit_repo: str | Path | None = None,
 ) -> dict[str, EditScore | None]:
     """
-    Score each edit by two questions to a served vision-language model, each answered with two numbers from 0 to 10: from
-    the source and the edit, how well the instruction was followed and the rest preserved; from the edit alone, how natural
-    and free of flaws it is. The lower number of each answer counts, and their geometric mean is the overall score.
+    Score each edit by two questions to a served vision-language model, each answered with two numbers from 0 to 10:
+    from the source and the edit, how well the instruction was followed and the rest preserved; from the edit alone,
+    how natural and free of flaws it is. The lower number of each answer counts, and their geometric mean is the
+    overall score.
 
     By default, images are sent with an area of 512 x 512 pixels and their original aspect ratio, the source first, at
-    temperature 0; unreadable answers are requested again at 0.7 with another seed. `protocol="published"` queries the judge
-    and reads its answers like the benchmark's script for GPT-4.1, with `input_image` as source
+    temperature 0; unreadable answers are requested again at 0.7 with another seed. `protocol="published"` queries the
+    judge and reads its answers like the benchmark's script for GPT-4.1, with `input_image` as source
     (`load_edit_prompts(..., source_column="input_image")`).
 
     Each answer is saved immediately, so that interrupted runs resume, on any number of processes. The next run repeats
@@ -189,8 +190,8 @@ def _digests(prompts: Dataset, sources: SourceImages, edits: SystemImages) -> di
     instructions, edit_digests = prompts.with_format(None)["prompt"][:], {}
     for row, key in enumerate(edit_keys(prompts)):
         if (file := edits.sets[key].files[0]) is not None:
-            edited = hashlib.sha256(file.read_bytes()).hexdigest()
-            edit_digests[key] = digest([edited, *sources.digests(row), instructions[row]])
+            edit_digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            edit_digests[key] = digest([edit_digest, *sources.digests(row), instructions[row]])
     # All semantic questions first, so that processes share both kinds evenly
     return {f"{kind}/{key}": value for kind in _QUESTIONS for key, value in edit_digests.items()}
 
@@ -215,20 +216,20 @@ def gedit_results(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Compute the results of GEdit-Bench: for each language, over all instructions and over those with `intersection`, the
-    mean over task types of the mean over their edits, with intervals, by task type, and as a paired difference of two
-    systems.
+    Compute the results of GEdit-Bench: for each language, over all instructions and over those with `intersection`,
+    the mean over task types of the mean over their edits, with intervals, by task type, and as a paired difference of
+    two systems.
 
     Edits without a readable answer are left out, counted and named; a difference is over the edits that have scores of
-    both systems. Missing edits are an error or count 0; only the published protocol leaves them out, as the benchmark's
-    own script does silently.
+    both systems. Missing edits are an error or count 0; only the published protocol leaves them out, as the
+    benchmark's own script does silently.
 
     Args:
         prompts ([`~datasets.Dataset`]):
             Editing prompts with `id` and `task_type`, and optionally `language` and `intersection`.
         systems (`Sequence[System]`):
-            One system, or two to compare the second with the first. `images` has its edits ([`find_edits`]), and `folder`
-            the scores of [`score_edits`].
+            One system, or two to compare the second with the first. `images` has its edits ([`find_edits`]), and
+            `folder` the scores of [`score_edits`].
         missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
             See [`t2is_results`].
         seed (`int`, *optional*, defaults to `0`):
@@ -253,7 +254,7 @@ def gedit_results(
             f"No judge has scored the edits of {systems[0].name!r} with the protocol {protocol!r}. Score them first."
         )
     rubrics = {run.settings["scorer"]: run.settings["rubric"] for run in runs[0]}
-    scores = [{run.settings["scorer"]: _edit_scores(run.records) for run in system_scores} for system_scores in runs]
+    scores = [{run.settings["scorer"]: _edit_scores(run.records) for run in system_runs} for system_runs in runs]
 
     columns = ("id", "prompt", "task_type", "language", "intersection")
     names = [name for name in columns if name in prompts.column_names]
@@ -265,8 +266,9 @@ def gedit_results(
             _values(system, system_scores[judge], seed, protocol)
             for system, system_scores in zip(systems, scores, strict=True)
         ]
-        judge_scores = _tables(judge, values, rows, seed, suffix=f", judge: {judge}" * (len(rubrics) > 1))
-        tables, breakdown_tables = tables + judge_scores[0], breakdown_tables + judge_scores[1]
+        suffix = f", judge: {judge}" * (len(rubrics) > 1)
+        judge_tables, judge_breakdowns = _tables(judge, values, rows, seed, suffix)
+        tables, breakdown_tables = tables + judge_tables, breakdown_tables + judge_breakdowns
     unanswered_keys = [
         {
             judge: [key for key, score in judge_scores.items() if score is None]
@@ -283,7 +285,7 @@ def gedit_results(
         "num_prompts": len(rows),
         "seeds": [seed],
         "systems": [
-            system.describe(system_scores) for system, system_scores in zip(systems, unanswered_keys, strict=True)
+            system.describe(system_gaps) for system, system_gaps in zip(systems, unanswered_keys, strict=True)
         ],
         "scorers": {"consistency": list(rubrics)},
         "tables": tables,
@@ -329,7 +331,7 @@ def _tables(
 ) -> tuple[list, list]:
     """Compute the tables of a judge by language, and the breakdowns by task type."""
     tables, breakdown_tables = [], []
-    kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
+    line_kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
     strata: dict[Unit, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):
         language_rows = {key: row for key, row in rows.items() if row.get("language") == language}
@@ -340,7 +342,7 @@ def _tables(
         }
         for subset, subset_keys in subsets.items():
             scorer = f"{label}: {subset}, judge {judge}"
-            lines = [Line(name, title, kinds[name], scorer, [name]) for name, title in METRICS.items()]
+            lines = [Line(name, title, line_kinds[name], scorer, [name]) for name, title in METRICS.items()]
             tables += [table(f"{label}: {subset}{suffix}", lines, values, subset_keys, strata)] if subset_keys else []
         lines = [line._replace(scorer=f"judge {judge}") for line in lines]
         task_types = {key: row["task_type"] for key, row in language_rows.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Questions to a judge about edits and the parsing of its answers: this project's questions, in the structure of GEdit-Bench
-and VIEScore, or those of GEdit-Bench's script. docs/evaluate.md lists the differences.
+Questions to a judge about edits and the parsing of its answers: this project's questions, in the structure of
+GEdit-Bench and VIEScore, or those of GEdit-Bench's script. docs/evaluate.md lists the differences.
 """
 
 import ast

@@ -86,8 +86,8 @@ class SystemImages:
         """Reject missing images."""
         if self.missing:
             raise ValueError(
-                f"{len(self.missing)} of {len(self.sets)} sets lack images, and the mean of the rest would flatter: "
-                f"{some_of(list(self.missing))}. Add them, or count them as 0 (`missing='zero'`)."
+                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. The mean of the "
+                "rest would flatter. Add them, or count them as 0 (`missing='zero'`)."
             )
 
 
@@ -107,9 +107,9 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
     """
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
-    The name is the prompt's `id`, plain or encoded by [`~paco_trl.utils.files.file_name`], or its `case_id`, as for the
-    benchmark's script (`0001_0003_0000.png`), whichever matches more files. Panels are numbered from 0 or 1, consistently
-    in the directory.
+    The name is the prompt's `id`, plain or encoded by [`~paco_trl.utils.files.file_name`], or its `case_id`, as for
+    the benchmark's script (`0001_0003_0000.png`), whichever matches more files. Panels are numbered from 0 or 1,
+    consistently in the directory.
 
     Args:
         folder (`str` or `Path`):
@@ -157,9 +157,10 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
     """
     Find the edited image of each prompt, by its id.
 
-    A file's name without extension must be the id, plain or as written by [`generate_edits`]. The searched directories are
-    `<folder>/<language>/`, `<folder>/images/<language>/` ([`generate_edits`]) and `<folder>/fullset/<task_type>/<language>/`
-    (GEdit-Bench's script), without `<language>` if there is no such column. Copies of sources (`<id>_SRCIMG`) are skipped.
+    A file's name without extension must be the id, plain or as written by [`generate_edits`]. The searched directories
+    are `<folder>/<language>/`, `<folder>/images/<language>/` ([`generate_edits`]) and
+    `<folder>/fullset/<task_type>/<language>/` (GEdit-Bench's script), without `<language>` if there is no such column.
+    Copies of sources (`<id>_SRCIMG`) are skipped.
 
     Args:
         folder (`str` or `Path`):
@@ -168,7 +169,8 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
             Editing prompts with `id` and, optionally, `language` and `task_type`.
 
     Returns:
-        [`SystemImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are logged.
+        [`SystemImages`], each edit a set of one panel. Prompts without an image, and images without a prompt, are
+        logged.
     """
     folder = Path(folder).expanduser().absolute()
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
@@ -222,7 +224,7 @@ def _warn(message: str) -> None:
 
 def _warn_about_unknown(names: list[str], folder: Path) -> None:
     if names:
-        _warn(f"{folder}: {len(names)} images do not belong to any prompt: {some_of(names)}.")
+        _warn(f"{folder}: {len(names)} images belong to no prompt: {some_of(names)}.")
 
 
 def _layouts(benchmark: Dataset) -> list[dict]:

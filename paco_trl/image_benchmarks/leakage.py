@@ -13,8 +13,8 @@ _SHINGLE_WORDS = 5
 # Fraction of the shorter text's shingles that the other must share. The two nearest of 298 prompts of T2IS-Bench share
 # 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, (1 - 0.1) ** 5
 NEAR_DUPLICATE = 0.3
-# Shingles that two texts must share. Different texts by the same author share set phrases: two of the prompts above up to
-# 13 shingles, and edit instructions up to 18 ("while keeping the ... unchanged")
+# Shingles that two texts must share. Different texts by the same author share set phrases: two of the prompts above up
+# to 13 shingles, and edit instructions up to 18 ("while keeping the ... unchanged")
 _MIN_SHARED = 20
 
 
@@ -31,8 +31,8 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
             Training prompts; prompts of the benchmark; their ids.
 
     Returns:
-        `dict[str, Any]`: `num_training_prompts`, and `exact` and `near`, lists with the `id` of a benchmark prompt and its
-        nearest `training_row`.
+        `dict[str, Any]`: `num_training_prompts`, and `exact` and `near`, lists with the `id` of a benchmark prompt and
+        its nearest `training_row`.
     """
     training_shingles = [_shingles(words_of(text)) for text in training]
     row_by_text: dict[str, int] = {}

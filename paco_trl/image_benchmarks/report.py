@@ -44,8 +44,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
-    `results.json` has `null` for NaN. Paths of images are relative to `output_dir` if they are in its parent; of others only
-    the name is kept.
+    `results.json` has `null` for NaN. Paths of images are relative to `output_dir` if they are in its parent; of
+    others only the name is kept.
 
     Args:
         results (`dict`):
@@ -53,7 +53,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
         output_dir (`str` or `Path`):
             Directory to write to.
         num_shown (`int`, *optional*, defaults to `12`):
-            Number of sets on the page, with the largest gains and losses, or for one system the highest and lowest scores.
+            Number of sets on the page, with the largest gains and losses, or for one system the highest and lowest
+            scores.
 
     Returns:
         `dict[str, Path]`: the files `json`, `markdown` and `html`.
@@ -275,8 +276,8 @@ def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple
 
 def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     """
-    Add the results of the tuned system to its model card: to the metadata, and as a section with the compared system and
-    the settings of the evaluation.
+    Add the results of the tuned system to its model card: to the metadata, and as a section with the compared system
+    and the settings of the evaluation.
 
     Replaces earlier results of the same benchmark and protocol in the text, and of the same scorers in the metadata.
     Everything else is unchanged.

@@ -28,8 +28,9 @@ class Scores(NamedTuple):
 class ScoreStore:
     """Scores of a system by a scorer: a record per key, with `digest` and `incomplete`."""
 
-    # Each process appends to `<name>.<process>.jsonl`, but reads all of these files, since the next run may have another
-    # number of processes. A record is valid while its digest is in `digests`, so that changed images are scored again
+    # Each process appends to `<name>.<process>.jsonl`, but reads all of these files, since the next run may have
+    # another number of processes. A record is valid while its digest is in `digests`, so that changed images are
+    # scored again
     def __init__(self, folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]):
         self.folder = Path(folder) / "scores"
         self.name = re.sub(r"[^\w.]+", "-", name).strip("-.") or "scores"

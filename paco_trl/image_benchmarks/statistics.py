@@ -97,8 +97,8 @@ def difference(
 ) -> dict[str, Any]:
     """Compute the paired difference of two systems, second minus first, over the units of both."""
     differences = [
-        {unit: after[unit] - value for unit, value in before.items() if unit in after}
-        for before, after in zip(first, second, strict=True)
+        {unit: second_part[unit] - value for unit, value in first_part.items() if unit in second_part}
+        for first_part, second_part in zip(first, second, strict=True)
     ]
     return cell(differences, weights, strata)
 
@@ -141,11 +141,8 @@ def breakdowns(
         group_tables = [
             table(table_title, [line._replace(label=name)], systems, prompts) for name, prompts in members.items()
         ]
-        tables += (
-            [{"title": table_title, "rows": rows}]
-            if (rows := [row for group_table in group_tables for row in group_table["rows"]])
-            else []
-        )
+        if rows := [row for group_table in group_tables for row in group_table["rows"]]:
+            tables.append({"title": table_title, "rows": rows})
     return tables
 
 
@@ -163,9 +160,9 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
         raise ValueError(
             f"The two systems have different prompts or seeds: only one has {some_of(sorted(unshared_keys))}."
         )
-    before, after = ({run.settings["scores"]: run.settings for run in runs} for runs in scores)
-    for name in sorted(before | after):
-        if changes := differences({name: before.get(name, {})}, {name: after.get(name, {})}):
+    base, tuned = ({run.settings["scores"]: run.settings for run in runs} for runs in scores)
+    for name in sorted(base | tuned):
+        if changes := differences({name: base.get(name, {})}, {name: tuned.get(name, {})}):
             raise ValueError(
                 f"The scores {name!r} of the two systems differ: {'; '.join(changes)}. Score both with the same settings."
             )
@@ -181,18 +178,20 @@ def system_alerts(
         alerts.append(f"It is not known how {unknown} generated, so the difference may come from other settings.")
     elif len(systems) > 1:
         pairs = {name: tuple(system.settings.get(name) for system in systems) for name in CONDITIONS}
-        changed = [f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after]
-        if changed:
-            alerts.append(f"The two systems generated under different conditions: {'; '.join(changed)}.")
+        changed_conditions = [
+            f"{name} {before!r} and {after!r}" for name, (before, after) in pairs.items() if before != after
+        ]
+        if changed_conditions:
+            alerts.append(f"The two systems generated under different conditions: {'; '.join(changed_conditions)}.")
     is_published = protocol == "published"
-    for system, system_values in zip(systems, gaps, strict=True):
+    for system, system_gaps in zip(systems, gaps, strict=True):
         if missing := system.images.missing:
             treatment = (
                 "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
             )
             missing_text = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
             alerts.append(f"{missing_text} and {treatment}: {some_of(list(missing))}.")
-        for scorer, keys in system_values.items():
+        for scorer, keys in system_gaps.items():
             if keys:
                 consequence = published_gaps if is_published else "are left out of its figures"
                 text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {consequence}"

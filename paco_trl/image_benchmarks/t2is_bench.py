@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 CONSISTENCY = {"identity": "Identity", "style": "Style", "logic": "Logic"}
 # Dimensions of prompt alignment (of single panels)
 ALIGNMENT = {"entity": "Entity", "attribute": "Attribute", "relation": "Relation"}
-# Weights of the three groups in the average. Not in the benchmark's code, but fitted to the paper's Table 3, whose ten rows
-# with the Qwen judge they reproduce to 0.0004
+# Weights of the three groups in the average. Not in the benchmark's code, but fitted to the paper's Table 3, whose ten
+# rows with the Qwen judge they reproduce to 0.0004
 WEIGHTS = {"aesthetics": 0.2, "alignment": 0.3, "consistency": 0.5}
 # Weights of the seven dimensions: a group is the mean of its dimensions
 DIMENSION_WEIGHTS = {
@@ -74,21 +74,21 @@ def load_t2is_bench(
             One of:
 
             - the directory of the benchmark's files, `T2IS-Bench.json` and `prompt_consistency.json`, or
-              `"ChengyouJia/T2IS-Bench"`. The case id becomes the `id`, and the text that describes a grid the prompt. A
-              case with only an instruction has no `panels`: its images can be scored, but not generated;
+              `"ChengyouJia/T2IS-Bench"`. The case id becomes the `id`, and the text that describes a grid the prompt.
+              A case with only an instruction has no `panels`: its images can be scored, but not generated;
             - raw T2IS rows or image-set prompts with `id` and `criteria`, for
               [`~paco_trl.data.load_image_set_prompts`].
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
         alignment_file (`str` or `Path`, *optional*):
-            `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation` ->
-            texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
+            `prompt_alignment.json` of the benchmark: case id -> panel (in order) -> `Entity`, `Attribute`, `Relation`
+            -> texts. If `None`, prompt alignment cannot be scored, unless the rows have a column `alignment`.
         config (`str`, *optional*):
             Configuration of the dataset if it has several.
 
     Returns:
-        [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, optionally `category`, `subcategory` and `case_id`,
-        and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
+        [`~datasets.Dataset`]: image-set prompts with `id`, `criteria`, optionally `category`, `subcategory` and
+        `case_id`, and with an alignment file `alignment` (a list of `panel`, `dimension` and `text`).
     """
     folder = find_t2is_bench(name_or_path)
     dataset = load_image_set_prompts(name_or_path, split, config) if folder is None else read_t2is_bench(folder)
@@ -136,11 +136,11 @@ def dimension_score(
     scores: Sequence[Sequence[float | None]], num_pairs: int, protocol: str = "default"
 ) -> float | None:
     """Average a dimension of a set over its criteria and `num_pairs` pairs. Pairs with missing panels count 0."""
-    # With unanswered questions, the mean would be over other pairs. The published protocol averages existing pairs, and drops
-    # scores of 0
+    # With unanswered questions, the mean would be over other pairs. The published protocol averages existing pairs,
+    # and drops scores of 0
     if protocol == "published":
-        answered = [[score for score in pairs if score is not None] for pairs in scores]
-        criteria = [fmean(pairs) for pairs in answered if pairs]
+        valid_scores = [[score for score in pairs if score is not None] for pairs in scores]
+        criteria = [fmean(pairs) for pairs in valid_scores if pairs]
         return (fmean(criteria) or None) if criteria else None
     if not scores or any(None in pairs for pairs in scores):
         return None
@@ -180,9 +180,9 @@ def score_consistency(
     judge: Any, images: SystemImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
-    Score visual consistency: ask a judge the benchmark's question about each criterion of identity, style and logic, for
-    all unordered pairs of panels. Like the benchmark's script for Qwen2.5-VL, resize panels to the multiple of its patches
-    that is nearest to 512, which is 504.
+    Score visual consistency: ask a judge the benchmark's question about each criterion of identity, style and logic,
+    for all unordered pairs of panels. Like the benchmark's script for Qwen2.5-VL, resize panels to the multiple of its
+    patches that is nearest to 512, which is 504.
 
     Args:
         judge (`Any`):
@@ -195,11 +195,12 @@ def score_consistency(
         folder (`str` or `Path`):
             Directory of the system, for its scores. Changed images are scored again.
         batch_size (`int`, *optional*, defaults to `64`):
-            Approximate number of questions per call of the judge; sets are not split. Scores are saved after each call.
+            Approximate number of questions per call of the judge; sets are not split. Scores are saved after each
+            call.
 
     Returns:
-        `dict[str, dict]`: key -> record with `pairs` (of existing panels) and `scores`: dimension -> P(Yes) of each pair
-        for each criterion, `None` without an answer. The next run repeats unanswered questions.
+        `dict[str, dict]`: key -> record with `pairs` (of existing panels) and `scores`: dimension -> P(Yes) of each
+        pair for each criterion, `None` without an answer. The next run repeats unanswered questions.
 
     Raises:
         ValueError: If the directory has scores with other settings.
@@ -210,11 +211,11 @@ def score_consistency(
 
     def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
         pairs, criteria = _pairs(panels), consistency_criteria(row)
-        resized = [
+        resized_panels = [
             panel and panel.resize((side, side)) for panel in panels
         ]  # with Pillow's default filter, like `qwen_vl_utils`
         answers = yield [
-            ((resized[first], resized[second]), t2is_bench_question(text))
+            ((resized_panels[first], resized_panels[second]), t2is_bench_question(text))
             for texts in criteria.values()
             for text in texts
             for first, second in pairs
@@ -231,22 +232,24 @@ def score_alignment(
     judge: Any, images: SystemImages, benchmark: Dataset, folder: str | Path, batch_size: int = 64
 ) -> dict[str, Record]:
     """
-    Score prompt alignment: ask a model whether each panel shows each of its texts, of entities, attributes and relations.
+    Score prompt alignment: ask a model whether each panel shows each of its texts, of entities, attributes and
+    relations.
 
-    Uses the question of [VQAScore](https://huggingface.co/papers/2404.01291) and the score P(Yes) / (P(Yes) + P(No)). The
-    benchmark uses P(Yes) of CLIP-FlanT5-XXL, which transformers does not support, so that the results do not compare with
-    published ones.
+    Uses the question of [VQAScore](https://huggingface.co/papers/2404.01291) and the score P(Yes) / (P(Yes) + P(No)).
+    The benchmark uses P(Yes) of CLIP-FlanT5-XXL, which transformers does not support, so that the results do not
+    compare with published ones.
 
     Args:
         judge (`Any`):
             [`~paco_trl.PaCoReward`] (which loads any vision-language model), [`~paco_trl.rewards.ServedJudge`] or an
             object with `name` and `score_images(images, prompts)`.
-        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`,
+        *optional*, defaults to `64`):
             See [`score_consistency`]. The benchmark must have the column `alignment`.
 
     Returns:
-        `dict[str, dict]`: key -> record with `scores`: for each panel, dimension -> P(Yes) of each text; `None` for missing
-        panels and answers.
+        `dict[str, dict]`: key -> record with `scores`: for each panel, dimension -> P(Yes) of each text; `None` for
+        missing panels and answers.
     """
     if "alignment" not in benchmark.column_names:
         raise ValueError("The benchmark has no `alignment`. Load it with `load_t2is_bench(..., alignment_file=...)`.")
@@ -279,9 +282,10 @@ def score_aesthetics(
 
     Args:
         scorer (`Any`):
-            [`AestheticScorer`], or an object with `name` and `score_images(images)`, which returns a score in [0, 1] or
-            `None` per image.
-        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`, *optional*, defaults to `64`):
+            [`AestheticScorer`], or an object with `name` and `score_images(images)`, which returns a score in [0, 1]
+            or `None` per image.
+        images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`), batch_size (`int`,
+        *optional*, defaults to `64`):
             See [`score_consistency`].
 
     Returns:

@@ -29,8 +29,8 @@ def t2is_results(
     protocol: str = "default",
 ) -> dict[str, Any]:
     """
-    Compute the results of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate, with
-    intervals, by category, and as a paired difference of two systems.
+    Compute the results of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate,
+    with intervals, by category, and as a paired difference of two systems.
 
     Nothing is silently dropped or set to 0: a dimension that a prompt lacks is undefined for it, sets with unanswered
     questions are left out and counted, and missing images are an error or count 0.
@@ -41,8 +41,8 @@ def t2is_results(
         systems (`Sequence[System]`):
             One system, or two to compare the second with the first.
         missing (`str`, *optional*, defaults to `"error"`):
-            `"error"`, or `"zero"` to score missing images, and pairs with one, as 0. With `"zero"`, the published protocol
-            leaves them out.
+            `"error"`, or `"zero"` to score missing images, and pairs with one, as 0. With `"zero"`, the published
+            protocol leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
@@ -79,9 +79,8 @@ def t2is_results(
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
-                breakdown_by_title |= {
-                    table_["title"]: table_ for table_ in breakdowns(f"By {column}", main_lines, values, group_of)
-                }
+                for breakdown in breakdowns(f"By {column}", main_lines, values, group_of):
+                    breakdown_by_title[breakdown["title"]] = breakdown
         set_scores = set_scores or [
             _set_scores(*arguments, rows) for arguments in zip(systems, values, judge_runs, strict=True)
         ]
@@ -90,14 +89,14 @@ def t2is_results(
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
     alerts = system_alerts(systems, gaps, protocol, "count by their other answers")
-    first = systems[0].images.sets
+    image_sets = systems[0].images.sets
     return {
         "benchmark": "T2IS-Bench",
         "protocol": protocol,
         "dataset": dataset_name,
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
-        "seeds": sorted({set_.seed for set_ in first.values()}),
+        "seeds": sorted({set_.seed for set_ in image_sets.values()}),
         "systems": [system.describe(system_gaps) for system, system_gaps in zip(systems, gaps, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
@@ -116,7 +115,7 @@ def t2is_results(
                 "panels": [set_.rows, set_.cols],
                 "scores": [system_scores[key] for system_scores in set_scores],
             }
-            for key, set_ in first.items()
+            for key, set_ in image_sets.items()
         ],
         "headline": "consistency",
     }
@@ -152,9 +151,9 @@ def _values(
         image_set, raw_scores = sets[key], record["scores"]
         unit, panels = (image_set.prompt_id, image_set.seed), image_set.rows * image_set.cols
         if kind == "consistency":
-            for name, set_scores in metrics.items():
+            for name, set_values in metrics.items():
                 score = bench.dimension_score(raw_scores.get(name, []), panels * (panels - 1) // 2, protocol)
-                set_scores[unit] = math.nan if score is None else score
+                set_values[unit] = math.nan if score is None else score
         elif kind == "duplicates":
             for pair, similarity in zip(record["pairs"], raw_scores, strict=True):
                 metrics[kind][*unit, *pair] = float(similarity >= bench.DUPLICATE)
@@ -209,10 +208,8 @@ def _set_scores(
         if key in gaps.get("alignment", ()):
             scores |= dict.fromkeys(bench.ALIGNMENT)
         # Over all dimensions of the prompt, or it would not compare with the other system's
-        dimensions_of_prompt = (
-            () if key in gaps["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
-        )
-        scores["consistency"] = _mean_or_none([scores.get(name) for name in dimensions_of_prompt])
+        dimensions = () if key in gaps["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
+        scores["consistency"] = _mean_or_none([scores.get(name) for name in dimensions])
         scores["alignment"] = _mean_or_none([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)
         scores["average"] = bench.weighted_average(cast(Any, scores)) if has_all else None

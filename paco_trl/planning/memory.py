@@ -104,9 +104,9 @@ def training_precision(dtype: torch.dtype, autocasts: bool = True) -> Iterator[N
         return norm(*args, **kwargs)
 
     norms = ("layer_norm", "group_norm", "rms_norm")  # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
-    replaced: dict[str, Any] = {name: functools.partial(in_float32, getattr(functional, name)) for name in norms}
+    norm_patches: dict[str, Any] = {name: functools.partial(in_float32, getattr(functional, name)) for name in norms}
     with (
-        patch.multiple(functional, **replaced),
+        patch.multiple(functional, **norm_patches),
         torch.autocast("cpu", dtype, enabled=autocasts and dtype != torch.float32),
     ):
         yield
@@ -198,7 +198,8 @@ def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: boo
         # Each skipped block would keep as much as the second one
         kept_bytes = [end - start for start, end in zip(starts[second], starts[third], strict=True)]
         if is_training and len(kept_bytes) > 1 and torch.is_autocast_enabled("cpu"):
-            # Autocast casts a weight once for all calls, so its gradient stays in that dtype until the first call's backward
+            # Autocast casts a weight once for all calls, so its gradient stays in that dtype until the first call's
+            # backward
             num_trained = sum(weight.numel() for weight in second.parameters() if weight.requires_grad)
             kept_bytes[-1] = max(kept_bytes[-1], num_trained * torch.get_autocast_dtype("cpu").itemsize)
         peak += count * sum(kept_bytes)
@@ -252,7 +253,8 @@ class Phase:
 
     Attributes:
         name (`str`):
-            `load`, `encode`, `generate`, `decode`, `score`, `train` or `evaluate`; for a judge `load`, `train`, `evaluate`.
+            `load`, `encode`, `generate`, `decode`, `score`, `train` or `evaluate`; for a judge `load`, `train`,
+            `evaluate`.
         device (`dict[str, int]`):
             Bytes on the device by use, for example `frozen weights`, `optimizer` and `activations`.
         host (`dict[str, int]`):
@@ -285,8 +287,8 @@ def training_memory(
     optim: str = "adamw_torch",
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count the bytes that training always keeps on the device, and those of a micro-batch besides activations."""
-    # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from stage
-    # 2, and weights from stage 3.
+    # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
+    # stage 2, and weights from stage 3.
     stage = plan.zero_stage or 0
     optimizer_shards, gradient_shards, weight_shards = (
         plan.num_processes if stage >= first_stage else 1 for first_stage in (1, 2, 3)
@@ -317,8 +319,8 @@ def extrapolate(measure: Callable[..., int], batch_size: int, *settings: Any) ->
     """Extrapolate a measurement for one and two images linearly to a batch."""
     if batch_size <= 2:
         return measure(batch_size, *settings)
-    single = measure(1, *settings)
-    return single + (batch_size - 1) * (measure(2, *settings) - single)
+    single_image = measure(1, *settings)
+    return single_image + (batch_size - 1) * (measure(2, *settings) - single_image)
 
 
 class JudgeNetwork:
@@ -388,8 +390,8 @@ class JudgeRun(JudgeNetwork):
 class ImageRun:
     """Memory model of an image model's training, for the row with the largest images and the longest prompt."""
 
-    # Prompts go through the real tokenizers and through text encoders that return zeros, and the pipeline itself computes
-    # the transformer's arguments. The transformer, its backward pass and the VAE run on tensors without data.
+    # Prompts go through the real tokenizers and through text encoders that return zeros, and the pipeline itself
+    # computes the transformer's arguments. The transformer, its backward pass and the VAE run on tensors without data.
 
     def __init__(
         self, model: str, args: PaCoGRPOConfig, peft_config: Any, dataset: Dataset | None,
@@ -559,8 +561,8 @@ class ImageRun:
     def latents_bytes(self) -> int:
         """Count the bytes of the float32 latents that a round keeps for each image and step."""
         args, round_plan = self.args, self.args.round_plan
-        # The latents before and after a step, and its mean; in DiffusionNFT and AWM an input, a target and a velocity per
-        # time. With source images, the transformer's input as well
+        # The latents before and after a step, and its mean; in DiffusionNFT and AWM an input, a target and a velocity
+        # per time. With source images, the transformer's input as well
         num_latents = 3 + 2 * bool(self.rows.sources or self.rows.is_anchored)
         num_latents += (
             self.has_old_policy and args.loss_type == "awm"
@@ -636,10 +638,10 @@ class ImageRun:
             count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_per_round)
             host["embeddings"] = count * sum(tensor.nbytes for tensor in prompt_embeddings)
         # Weights are quantized one by one while they are read from memory-mapped files
-        loaded = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
+        loading_memory = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
         return [
-            Phase("load", {}, loaded),
-            Phase("encode", encoding, loaded),
+            Phase("load", {}, loading_memory),
+            Phase("encode", encoding, loading_memory),
             Phase("generate", {**rollout, "activations": activations["generate"]}, host),
             Phase("decode", {**rollout, "activations": activations["decode"]}, host),
             Phase("score", {**score, **judge_activations}, host),
@@ -688,8 +690,8 @@ class ImageRun:
 @dataclass(frozen=True)
 class MemoryPlan:
     """
-    Memory of each process of a run. `print(plan)` shows a table, and `dataclasses.replace(plan, batch_size=4).peak` is the
-    peak of the same run with another setting.
+    Memory of each process of a run. `print(plan)` shows a table, and `dataclasses.replace(plan, batch_size=4).peak` is
+    the peak of the same run with another setting.
 
     Attributes:
         batch_size (`int`):
@@ -729,8 +731,9 @@ class MemoryPlan:
     @functools.cached_property
     def commands(self) -> list[Phase]:
         """
-        Return the memory of `evaluate prompts`, `evaluate images`, `build grids` and `space` with the trained model, loaded
-        as in training. Text encoders, transformer and judge take turns on the device; each row is the largest turn.
+        Return the memory of `evaluate prompts`, `evaluate images`, `build grids` and `space` with the trained model,
+        loaded as in training. Text encoders, transformer and judge take turns on the device; each row is the largest
+        turn.
         """
         return self.run.commands(self)
 
@@ -788,9 +791,9 @@ def plan_memory(
     """
     Plan the memory of a training run from configs alone: no weights are loaded, and no GPU is needed.
 
-    The first four arguments are the trainer's. Forward and backward passes run on tensors without data, at the run's batch
-    size, image size and prompt length. The plan leaves out other rewards, activations of text encoders, CUDA itself, and
-    fragmentation.
+    The first four arguments are the trainer's. Forward and backward passes run on tensors without data, at the run's
+    batch size, image size and prompt length. The plan leaves out other rewards, activations of text encoders, CUDA
+    itself, and fragmentation.
 
     Args:
         model (`str`):
@@ -800,8 +803,8 @@ def plan_memory(
         train_dataset ([`~datasets.Dataset`], *optional*):
             Prompts, required for an image model. A judge's plan takes the longest pairs from `args`.
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
-            Adapter, or for image models the directory of an adapter to continue. If `None`, all weights of an image model
-            are trained, and a judge gets the paper's adapter.
+            Adapter, or for image models the directory of an adapter to continue. If `None`, all weights of an image
+            model are trained, and a judge gets the paper's adapter.
         reward_models (`Sequence[str]`, *optional*, defaults to `()`):
             Hub ids or directories of the judges and CLIP models that rewards load into the process, once per load.
         judge_quantization (`str`, *optional*):
@@ -825,10 +828,10 @@ def plan_memory(
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     with tempfile.TemporaryDirectory() as folder:
         models = (model, *reward_models)
-        model, *reward_models = resolved = [resolve_model_configs(name, folder) for name in models]
-        if packaged := ", ".join(sorted({*models} - {*resolved})):
+        model, *reward_models = resolved_models = [resolve_model_configs(name, folder) for name in models]
+        if packaged_models := ", ".join(sorted({*models} - {*resolved_models})):
             logger.warning(
-                f"The configs of {packaged} cannot be read from the Hub. The plan uses the packaged copies."
+                f"The configs of {packaged_models} cannot be read from the Hub. The plan uses the packaged copies."
             )
         if isinstance(args, PaCoRewardConfig):
             read_judge_config(model)

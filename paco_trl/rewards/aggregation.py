@@ -119,8 +119,8 @@ def aggregate_rewards(
     """
     Aggregate K rewards into one, before the advantage.
 
-    Pass *all* completions of a round, gathered from all processes: h_k is a statistic over all groups. A row
-    with a NaN in any required reward of nonzero weight is NaN in the aggregate. A reward of weight 0 is only logged: its
+    Pass *all* completions of a round, gathered from all processes: h_k is a statistic over all groups. A row with a
+    NaN in any required reward of nonzero weight is NaN in the aggregate. A reward of weight 0 is only logged: its
     NaNs, range and h_k do not affect the aggregate.
 
     Args:

@@ -30,7 +30,7 @@ class RewardFunction(Protocol):
         __name__ (`str`):
             Name in metrics and messages. Defaults to the name of the class.
         is_async (`bool`):
-            Whether a call returns a coroutine. Set it if `__call__` is not an `async def`.
+            Whether a call returns a coroutine, for objects whose `__call__` is not an `async def`.
         needed_columns (`tuple[str, ...]`):
             Columns that must be filled in every row of the dataset.
         min_panels (`int`):

@@ -105,8 +105,8 @@ class ClipEmbedder:
 
 class ClipTReward(ClipEmbedder):
     """
-    CLIP-T reward: cosine similarity of the image and text embeddings of each panel, averaged over the panels of a grid.
-    PaCo-GRPO uses it as the prompt-following reward for text-to-image-set generation.
+    CLIP-T reward: cosine similarity of the image and text embeddings of each panel, averaged over the panels of a
+    grid. PaCo-GRPO uses it as the prompt-following reward for text-to-image-set generation.
 
     - Range: [-1, 1], about 0.2 to 0.4 with real CLIP weights. Similarities are not scaled by CLIP's `logit_scale`.
     - Columns: `panels`, the texts of the panels; `panel_images` from the trainer.

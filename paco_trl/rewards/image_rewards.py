@@ -47,8 +47,8 @@ class LayoutReward:
     grid. The penalty for an incomplete line is proportional to the gap. Cost: about 3 ms for 512 x 512 pixels on one
     core.
 
-    It misses lines that are not straight, and borders without a gutter between panels of the same background. A straight
-    edge across the full image where a line belongs, such as a horizon, counts as a line.
+    It misses lines that are not straight, and borders without a gutter between panels of the same background. A
+    straight edge across the full image where a line belongs, such as a horizon, counts as a line.
     """
 
     __name__ = "layout"  # names TRL's metrics, `rewards/layout/mean`
@@ -153,9 +153,9 @@ class DuplicateReward:
 
     The default `threshold` was measured on illustrations of a character, with panels of 256 to 640 pixels. Copies with
     noise (standard deviation 20 of 255), JPEG of quality 30, 8 % more or less brightness or a shift of 2 pixels had a
-    similarity of at least 0.986; another color of the coat at most 0.42, a shift by a tenth of the width 0.74, a mirror
-    image 0.86 (0.95 where the character is small), a raised arm 0.90 (0.96). Smaller panels are less robust: with 128
-    pixels, a shift of 2 had 0.94. Color differences below 4 % and patterns of a few pixels are ignored.
+    similarity of at least 0.986; another color of the coat at most 0.42, a shift by a tenth of the width 0.74, a
+    mirror image 0.86 (0.95 where the character is small), a raised arm 0.90 (0.96). Smaller panels are less robust:
+    with 128 pixels, a shift of 2 had 0.94. Color differences below 4 % and patterns of a few pixels are ignored.
 
     Args:
         threshold (`float`, *optional*, defaults to `0.9`):

@@ -56,6 +56,7 @@ def image_metrics(
     )  # (prompts, generations, values)
     metrics = dict(zip(STATISTICS, np.mean(values, axis=0).tolist(), strict=True))
     if num_generations > 1:
-        # Root mean square distance between two images: the mean of (a - b)^2 over all pairs is twice the unbiased variance
+        # Root mean square distance between two images: the mean of (a - b)^2 over all pairs is twice the unbiased
+        # variance
         metrics["diversity"] = float(np.sqrt(2 * groups.var(axis=1, ddof=1).mean(axis=1)).mean())
     return {f"images/{name}": value for name, value in metrics.items()}

@@ -38,8 +38,8 @@ ImageSource = Image.Image | str | Path | bytes
 ImagePair = tuple[ImageSource, ImageSource]
 # Images of one question: a pair, or a single image
 ImageGroup = ImagePair | tuple[ImageSource]
-# Why a question has no score: the server refused it, did not answer, or answered something that cannot be parsed; or Yes
-# and No (or the digits of a rating) have less than half of the probability
+# Why a question has no score: the server refused it, did not answer, or answered something that cannot be parsed; or
+# Yes and No (or the digits of a rating) have less than half of the probability
 NO_SCORE = ("refused", "unavailable", "unreadable", "undecided")
 # Log-probabilities to request: the most that OpenAI's API and vLLM return
 TOP_LOGPROBS = 20
@@ -82,8 +82,8 @@ class Judge(Protocol):
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """
-        Score pairs of images, each with a question: P(Yes) / (P(Yes) + P(No)) for a vision-language model, `None` for a
-        pair that could not be scored. Raise a `JudgeUnavailableError` if the judge cannot be queried at all.
+        Score pairs of images, each with a question: P(Yes) / (P(Yes) + P(No)) for a vision-language model, `None` for
+        a pair that could not be scored. Raise a `JudgeUnavailableError` if the judge cannot be queried at all.
         """
         ...
 
@@ -122,7 +122,7 @@ def both_orders(pairs: list[tuple]) -> list[tuple]:
 def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tuple], prompts: list[str]) -> list:
     """Score each pair and its reverse, and return the means, `None` if either has no score."""
     scores = iter(score(both_orders(pairs), [prompt for prompt in prompts for _ in range(2)]))
-    return [None if None in both else sum(both) / 2 for both in zip(scores, scores, strict=True)]
+    return [None if None in pair_scores else sum(pair_scores) / 2 for pair_scores in zip(scores, scores, strict=True)]
 
 
 def broadcast_questions(prompts: str | list[str], count: int, find_control: Callable[[str], list[str]]) -> list[str]:
@@ -146,7 +146,8 @@ def yes_probability(
     Args:
         logprobs (`Mapping[str, float]`):
             Token -> log-probability.
-        yes (`Sequence[str]`, *optional*, defaults to `("Yes",)`), no (`Sequence[str]`, *optional*, defaults to `("No",)`):
+        yes (`Sequence[str]`, *optional*, defaults to `("Yes",)`), no (`Sequence[str]`, *optional*, defaults to
+        `("No",)`):
             Tokens of each answer; their probabilities are added. The published weights were trained on these two:
             `yes` and ` Yes` are other tokens.
 
@@ -203,9 +204,9 @@ class ServedJudge:
     Judge behind an OpenAI-compatible endpoint that returns log-probabilities, such as vLLM (`paco-trl serve`).
 
     The score is the same as [`~paco_trl.PaCoReward`]'s: P(Yes) / (P(Yes) + P(No)) at the first position of the answer,
-    from the log-probabilities of its 20 likeliest tokens. It is `None` if the two have less than half of the probability,
-    for example because the model thinks first. Images are resized by the same function, so that the model sees the same
-    pixels, and sent as PNG.
+    from the log-probabilities of its 20 likeliest tokens. It is `None` if the two have less than half of the
+    probability, for example because the model thinks first. Images are resized by the same function, so that the model
+    sees the same pixels, and sent as PNG.
 
     openai's client retries requests that fail temporarily (no connection, a timeout, HTTP 408, 409, 429 or 5xx), and
     logs that at level `INFO`. A question without an answer after `time_budget` seconds gets the score `None` if the
@@ -228,9 +229,9 @@ class ServedJudge:
             question tells whether the server is down. It gets a tenth of the budget, at least five seconds and at most
             `timeout`.
         patch_size (`int`, *optional*):
-            Patch size of the model's vision tower in pixels: images are resized to multiples of it. 14 for Qwen2-VL and
-            Qwen2.5-VL, 16 for Qwen3-VL. If `None`, it is read from the model that the server reports (`root` in the model
-            list of vLLM and SGLang), locally or from the Hub; failing that, it is 14, with a warning.
+            Patch size of the model's vision tower in pixels: images are resized to multiples of it. 14 for Qwen2-VL
+            and Qwen2.5-VL, 16 for Qwen3-VL. If `None`, it is read from the model that the server reports (`root` in
+            the model list of vLLM and SGLang), locally or from the Hub; failing that, it is 14, with a warning.
 
     Example:
 
@@ -404,9 +405,9 @@ class ServedJudge:
             for index, group in reversed(list(enumerate(groups)))
             for image in group
         }
-        encoded = await asyncio.to_thread(self._encode, sources)
+        data_urls = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body([encoded[image_key(image)] for image in group], prompt, labels)
+            self._body([data_urls[image_key(image)] for image in group], prompt, labels)
             for group, prompt in zip(groups, prompts, strict=True)
         )
         try:

@@ -170,8 +170,8 @@ class ConsistencyReward(JudgedReward):
     - Source and license: `X-GenGroup/PaCo-Reward-7B`, trained from Qwen2.5-VL-7B-Instruct (Apache-2.0); see its model
       card.
 
-    It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the panels
-    ([`ClipTReward`]) or against near-identical panels ([`DuplicateReward`]).
+    It rewards copies: identical panels are perfectly consistent. Combine it with a reward for the content of the
+    panels ([`ClipTReward`]) or against near-identical panels ([`DuplicateReward`]).
 
     With `base_url` the judge is on a server, and images are scored while others are generated. Otherwise it is loaded
     into the process. The scores are the same.
@@ -183,8 +183,8 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. A test question is asked immediately.
         question (`str`, *optional*):
-            Question for the judge. If `None`, the one it was trained on, if its `paco_trl.json` records a single question
-            (for a server, the file of the model that it reports); otherwise `"theme"`.
+            Question for the judge. If `None`, the one it was trained on, if its `paco_trl.json` records a single
+            question (for a server, the file of the model that it reports); otherwise `"theme"`.
 
             - `"theme"`: one question per pair, with the column `theme`. This is the published reward's default; its theme
               is the text before the first panel marker, `parse_image_set_prompt(prompt).theme`.
@@ -295,11 +295,11 @@ class EditReward(JudgedReward):
         rows = _sources_of(columns, len(completions), "`EditReward`")
         return [
             [
-                WeightedQuestion((source, edited), question(prompt))
+                WeightedQuestion((source, edited_image), question(prompt))
                 for source in sources
                 for question in (edit_consistency_question, edit_following_question)
             ]
-            for prompt, sources, edited in zip(prompts, rows, completions, strict=True)
+            for prompt, sources, edited_image in zip(prompts, rows, completions, strict=True)
         ]
 
     def _combine(self, questions: list[WeightedQuestion], scores: list[float]) -> float:
@@ -317,7 +317,8 @@ class ReferenceReward(JudgedReward):
     - Source and license: see [`ConsistencyReward`]. The criteria are ours, worded like the published code's question.
 
     The column `references` has lists of images. The optional column `reference_roles` says what to keep of each:
-    `"identity"` (the default), `"style"` or `"logic"`. References of more than 2,097,152 pixels are downscaled to that.
+    `"identity"` (the default), `"style"` or `"logic"`. References of more than 2,097,152 pixels are downscaled to
+    that.
 
     It rewards copies of a reference: combine it with a reward for the content, such as [`ClipTReward`].
 
@@ -352,18 +353,18 @@ class RubricReward(JudgedReward):
       check. Models that think first have no rating.
     - Cost: one forward pass of the judge per image, or per image and source.
 
-    If rows have a source (the column `image`, or several in `images`, over which the rating is averaged), the judge sees
-    the source, at no more than 2,097,152 pixels, followed by the edited image. Otherwise it sees only the generated
-    image, the whole grid in case of a set.
+    If rows have a source (the column `image`, or several in `images`, over which the rating is averaged), the judge
+    sees the source, at no more than 2,097,152 pixels, followed by the edited image. Otherwise it sees only the
+    generated image, the whole grid in case of a set.
 
     Args:
         model (`str`, `Path` or [`Judge`]), base_url (`str`, *optional*), **kwargs:
             See [`ConsistencyReward`]. Any model that [`~transformers.AutoModelForImageTextToText`] loads and that
             follows instructions.
         rubric (`str` or `Path`):
-            `"instruction"` (whether an edit follows its instruction), `"unchanged"` (whether it leaves everything else as
-            it was), `"consistency"` (whether the panels of a set belong together), or the path of a UTF-8 text file with
-            the placeholders `{prompt}` and `{scale}`.
+            `"instruction"` (whether an edit follows its instruction), `"unchanged"` (whether it leaves everything else
+            as it was), `"consistency"` (whether the panels of a set belong together), or the path of a UTF-8 text file
+            with the placeholders `{prompt}` and `{scale}`.
         scale (`int`, *optional*, defaults to `5`):
             Best rating, 1 to 9. The published code uses 5.
 
@@ -392,8 +393,8 @@ class RubricReward(JudgedReward):
             return [[WeightedQuestion((image,), text)] for image, text in zip(completions, texts, strict=True)]
         rows = _sources_of(columns, len(completions), "`RubricReward`")
         return [
-            [WeightedQuestion((source, edited), text) for source in sources]
-            for sources, edited, text in zip(rows, completions, texts, strict=True)
+            [WeightedQuestion((source, edited_image), text) for source in sources]
+            for sources, edited_image, text in zip(rows, completions, texts, strict=True)
         ]
 
 

@@ -59,8 +59,8 @@ from .prefix_sharing import order_for_sharing, share_prefixes
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Model types that accept images as features already encoded by the vision tower, one tensor per image
 _ENCODED_IMAGES = ("qwen2_vl", "qwen2_5_vl")
-# Pixels to encode together: 16 images of 512 x 512 pixels, the size of a batch of 8 pairs. About 1 GiB of activations in
-# bf16 for the published judges
+# Pixels to encode together: 16 images of 512 x 512 pixels, the size of a batch of 8 pairs. About 1 GiB of activations
+# in bf16 for the published judges
 _PIXELS_PER_FORWARD = 2**22
 # Prefix that PeftModel adds to the names of weights
 _PEFT_PREFIX = "base_model.model."
@@ -76,8 +76,8 @@ class PaCoReward:
     and a question is P(Yes) / (P(Yes) + P(No)) at the first position of the model's answer.
 
     One forward pass scores a batch of pairs; nothing is generated. With a model of the Qwen2-VL or Qwen2.5-VL family,
-    the vision tower encodes each image once per call of [`~PaCoReward.score`], and questions of a batch that begin with
-    the same images share the language model's work on them.
+    the vision tower encodes each image once per call of [`~PaCoReward.score`], and questions of a batch that begin
+    with the same images share the language model's work on them.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -334,19 +334,19 @@ class PaCoReward:
         pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
         answers = []
         for start in range(0, len(pairs), self.batch_size):
-            loaded = [
+            pair_images = [
                 load_image(image, self.patch_size, f"An image of question {index}")
                 for index, pair in enumerate(pairs[start : start + self.batch_size], start)
                 for image in pair
             ]
-            inputs = self._inputs(prompts[start : start + self.batch_size], loaded)
+            inputs = self._inputs(prompts[start : start + self.batch_size], pair_images)
             # Overrides the published configs, which sample and penalize repetitions: explanations should match scores
             with torch.autocast(self.device.type, enabled=False):
-                generated = self.model.generate(
+                output_ids = self.model.generate(
                     **inputs, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0
                 )
-            generated = generated[:, inputs["input_ids"].shape[1] :]
-            answers += self.processor.batch_decode(generated, skip_special_tokens=True)
+            output_ids = output_ids[:, inputs["input_ids"].shape[1] :]
+            answers += self.processor.batch_decode(output_ids, skip_special_tokens=True)
         self._hidden_state = None
         return answers
 
@@ -494,8 +494,8 @@ class PaCoReward:
         inputs = self.processor.tokenizer(texts, **text_kwargs)
         inputs["mm_token_type_ids"] = torch.tensor(self.processor.create_mm_token_type_ids(inputs["input_ids"]))
         inputs["image_grid_thw"] = grids
-        encoded = BaseModelOutputWithPooling(pooler_output=tuple(features for features, _ in images))
-        return {**inputs, "mm_encoder_outputs": {"image": encoded}}
+        encoder_output = BaseModelOutputWithPooling(pooler_output=tuple(features for features, _ in images))
+        return {**inputs, "mm_encoder_outputs": {"image": encoder_output}}
 
     def _encode(self, images: list[Image.Image]) -> list:
         """Encode images to features and patch grids in one forward pass, if the model accepts those."""

@@ -42,8 +42,8 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     image_ends = [_image_ends(*row) for row in zip(inputs["mm_token_type_ids"], features, strict=True)]
     # Rows are cut after each image and at their end: the six pairs of a 2x2 grid share three first images
     cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
-    # Label of each row's prefix up to each cut: images and tokens, since a chat template may vary what precedes an image.
-    # At the last cut, all rows are distinct.
+    # Label of each row's prefix up to each cut: images and tokens, since a chat template may vary what precedes an
+    # image. At the last cut, all rows are distinct.
     labels_by_cut: list[list] = [
         [
             (keys[: level + 1], tuple(row[start:end].tolist()))
@@ -65,9 +65,9 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
             "position_ids": _left_pad([positions[:, row, starts[row] : ends[row]].T for row in rows]).permute(2, 0, 1),
         }
         if cache is not None:
-            selected = cache_rows[rows]
-            cache.batch_select_indices(to_device(selected, model.device))
-            segment["attention_mask"] = torch.cat([past_mask[selected], segment["attention_mask"]], dim=1)
+            selected_rows = cache_rows[rows]
+            cache.batch_select_indices(to_device(selected_rows, model.device))
+            segment["attention_mask"] = torch.cat([past_mask[selected_rows], segment["attention_mask"]], dim=1)
         past_mask = segment["attention_mask"]
         segment = {name: to_device(tensor, model.device) for name, tensor in segment.items()}
         if cache is not None:

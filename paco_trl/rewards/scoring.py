@@ -89,11 +89,11 @@ class RewardScorer:
     """
     Calls rewards while images are generated.
 
-    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `IMAGES_PER_CALL` images at a
-    time: which images share a call does not depend on timing, so that a reward whose rounding depends on its batch gives
-    the same values in a resumed run. Rewards with a parameter `num_generations` compare the images of a prompt: they get
-    all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards are also called after
-    generation, while their models are on the accelerator.
+    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `IMAGES_PER_CALL` images
+    at a time: which images share a call does not depend on timing, so that a reward whose rounding depends on its
+    batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the images of a
+    prompt: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards are
+    also called after generation, while their models are on the accelerator.
     """
 
     def __init__(self, rewards: Rewards, accelerator: Accelerator, models: Sequence[nn.Module] = ()):
@@ -166,7 +166,7 @@ class RoundScoring:
 
     def finish(self) -> None:
         """Wait for the rewards and gather them on every process."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         groups = self._exchange_groups() if self._group_rewards else []
         models = self.scorer.models
         with placed_on(models, self.accelerator.device) if models else nullcontext():
@@ -178,10 +178,10 @@ class RoundScoring:
             while is_pending:  # exchange often, so that all processes stop together
                 calls = [call.values for call in self._calls]
                 is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
-        waited = time.perf_counter() - started
+        wait_seconds = time.perf_counter() - start_time
         rewards, extra, logged = self._gather()
-        hidden = _union_seconds([call.span for call in self._calls], started)
-        self.scores = Scores(rewards, extra, logged, waited, hidden)
+        hidden = _union_seconds([call.span for call in self._calls], start_time)
+        self.scores = Scores(rewards, extra, logged, wait_seconds, hidden)
 
     def drop(self) -> None:
         """Cancel what is left of an interrupted round."""
@@ -297,8 +297,8 @@ class RoundScoring:
 
     def _raise_together(self, pending: Iterable = (), error: BaseException | None = None) -> bool:
         """Raise on all processes if any has a failed call or must stop; return whether any has pending calls."""
-        done = (call.values.exception() for call in self._calls if call.values.done())
-        error = next((exception for exception in done if exception is not None), error)
+        exceptions = (call.values.exception() for call in self._calls if call.values.done())
+        error = next((exception for exception in exceptions if exception is not None), error)
         stop, is_bad, is_pending = agree(self.accelerator, error is not None, bool(pending))
         if not stop and not is_bad:
             return bool(is_pending)

@@ -2,8 +2,8 @@
 """
 Weighted rewards of a run or its evaluation: call them, check and aggregate their values, and describe them.
 
-Failures never become numbers: a `None` from a reward becomes NaN in the table `(completions, rewards)` and is excluded, and
-an exception stops the run with the reward's name.
+Failures never become numbers: a `None` from a reward becomes NaN in the table `(completions, rewards)` and is
+excluded, and an exception stops the run with the reward's name.
 """
 
 import inspect
@@ -144,11 +144,14 @@ class Rewards:
         metrics: dict[str, float] = {}
         per_reward = zip(details.coefficient_of_variation, details.tamed, details.share, strict=True)
         for name, values, (h, tamed, share) in zip(self.names, rewards.T, per_reward, strict=True):
-            scored = values[~torch.isnan(values)]
-            mean, first = scored.mean().item() if len(scored) else None, metrics.get(f"rewards/{self.names[0]}/mean")
+            valid_values = values[~torch.isnan(values)]
+            mean, first = (
+                valid_values.mean().item() if len(valid_values) else None,
+                metrics.get(f"rewards/{self.names[0]}/mean"),
+            )
             reward_metrics = {
                 "mean": mean,
-                "std": scored.std().item() if len(scored) > 1 else None,
+                "std": valid_values.std().item() if len(valid_values) > 1 else None,
                 "failure_rate": torch.isnan(values).float().mean().item(),
                 "ratio": mean / first if first and mean is not None else None,
                 "h": h,  # undefined for a reward with a negative value

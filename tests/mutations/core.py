@@ -269,7 +269,7 @@ MUTANTS = [
     (T + "round_schedule.py", "batch.steps = []  # which may be copies by now", "pass", "tests/test_rollout_batch.py -k those_of_the_training_batch"),
     (R + "limits.py", "missing.float().mean().item() > max_excluded", "missing.any()", EVALUATE + "::TestMetrics::test_an_image_without_a_reward_is_counted_and_not_zero"),
     (R + "limits.py", "missing = torch.isnan(values[:, rewards.excludes_if_missing]).any(dim=1)", "missing = torch.isnan(values).any(dim=1)", EVALUATE + "::TestMetrics::test_an_optional_reward_may_be_missing_for_all"),
-    (R + "weighting.py", "scored = values[~torch.isnan(values)]", "scored = values.nan_to_num()", CALLS),
+    (R + "weighting.py", "valid_values = values[~torch.isnan(values)]", "valid_values = values.nan_to_num()", CALLS),
     (R + "weighting.py", "_check_rewards(self.functions[index](**_copy_images(arguments, {})), name, count)", "_check_rewards(self.functions[index](**arguments), name, count)", CALLS + " -k Own"),
     (R + "weighting.py", "if self.method == \"geometric_mean\" and weight and value < 0:", "if False:", CALLS + " -k geometric"),
     (R + "weighting.py", "            return _check_rewards(values, name, len(arguments[\"completions\"]))\n        except RewardError:", "            values = _check_rewards(values, name, len(arguments[\"completions\"])) if False else values\n        except RewardError:", CALLS + " -k while_values"),
