@@ -103,12 +103,12 @@ def test_live_bytes():
     with LiveBytes() as live:
         first = weight + 1
         view = first[:50].view(5, 10)
-        assert live.now == live.peak == 400
+        assert live.current == live.peak == 400
         second = first * 2
         del first
-        assert live.now == 800  # the view keeps it
+        assert live.current == 800  # the view keeps it
         del view
-        assert live.now == 400 and live.peak == 800
+        assert live.current == 400 and live.peak == 800
         del second
         weight.add_(1)
         assert weight[:10].sum() == 10
