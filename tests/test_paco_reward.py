@@ -195,7 +195,7 @@ class TestImagesOfACall:
             batches = judge._image_batches(pairs, [[0], [1], [2]])
             for batch in batches:
                 assert len(batch) == 2
-                kept.append(len(batches.gi_frame.f_locals["ready"]))
+                kept.append(len(batches.gi_frame.f_locals["encoded_images"]))
         assert kept == [1, 1, 0]  # image 0 waits for the last batch
         assert patches == ([32, 32, 16] if encoded else [])
 

@@ -346,14 +346,14 @@ class TestOtherNumberOfProcesses:
             if entry["step"] == 6 and "images/diversity" in entry
         ]
         assert len(images) == 2 and images[0] == pytest.approx(images[1], abs=1e-4)
-        assert "made by 1 processes, now 2: the images are the same" in run.output_text()
+        assert "saved by 1 processes, now there are 2: the images are the same" in run.output_text()
         assert not re.search("(drawn|generated) again", run.output_text())
 
     def test_in_the_middle_of_a_round(self, context, tiny_flux, alone, tmp_path):
         output = copy_run(alone.output, tmp_path / "out", [5])
         run = Run(context, tiny_flux, output, resume=True, processes=2, **WITHOUT_CHANCE)
         assert run.state()["global_step"] == 6
-        assert "made by 1 processes, now 2. It is in the middle of a round" in run.output_text()
+        assert "saved by 1 processes, now there are 2. It is in the middle of a round" in run.output_text()
         assert self.distance(run, alone) > 0
 
 
