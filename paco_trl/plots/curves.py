@@ -117,11 +117,13 @@ def _panels(table: pd.DataFrame) -> Iterator[tuple[str, Callable[[Axes], None]]]
 
 
 def _plot_lines(table: pd.DataFrame, lines: dict[str, tuple[str, str]], axes: Axes) -> None:
-    for name, (label, color) in lines.items():
+    # Lines may coincide: both are seen where the second is dashed
+    for style, (name, (label, color)) in zip(cycle(("-", "--", ":")), lines.items(), strict=False):
         if name in table and (known := table[name].notna()).any():
             size = 4 if len(table) <= 50 else 2
             axes.plot(
-                table["step"][known], table[name][known], marker=".", markersize=size, color=color, label=label, linewidth=1.3
+                table["step"][known], table[name][known], marker=".", markersize=size, color=color, label=label, linewidth=1.3,
+                linestyle=style,
             )  # fmt: skip
 
 
