@@ -252,7 +252,7 @@ class TestMetrics:
 
     def test_grid_artifacts(self, make, watch):
         trainer = make(peft_config=NOT_NEW)
-        assert trainer.size_multiple == 4
+        assert trainer.family.size_multiple(trainer.pipeline) == 4
         plain = trainer.evaluate()
         images = watch.take()[3:]
         expected = np.mean([grid_artifact_score(Image.fromarray(i.astype(np.uint8)), 4, 2, 2) for i in images])

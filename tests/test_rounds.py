@@ -68,10 +68,12 @@ class TestArithmetic:
 def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged_batches=1, **sizes):
     names = {"num_prompts": "num_prompts_per_generation", "num_optimizer_steps": "optimizer_steps_per_generation"}
     requested = RoundSizes(**{names.get(name, name): size for name, size in sizes.items()})
-    return RoundPlan(*round_sizes(
-        requested, num_processes=num_processes, num_generations=num_generations,
-        batch_size=batch_size, num_trained_steps=num_trained_steps, num_merged_batches=num_merged_batches,
-    ))  # fmt: skip
+    given = {
+        "num_processes": num_processes, "num_generations": num_generations, "batch_size": batch_size,
+        "num_trained_steps": num_trained_steps, "num_merged_batches": num_merged_batches,
+    }  # fmt: skip
+    num_prompts, num_optimizer_steps = round_sizes(requested, **given)
+    return RoundPlan(num_prompts=num_prompts, num_optimizer_steps=num_optimizer_steps, **given)
 
 
 class TestPlan:

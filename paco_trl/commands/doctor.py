@@ -298,7 +298,7 @@ def check_model(state: DoctorState) -> Row | str:
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
         f"{trainer.compute_dtype}; {description}: {sum(p.numel() for p in weights):,} parameters trained. "
-        f"Trained at {_format_counts(state.generator.sizes)} (multiples of {trainer.size_multiple} pixels)."
+        f"Trained at {_format_counts(state.generator.sizes)} (multiples of {trainer.family.size_multiple(trainer.pipeline)} pixels)."
     )
     limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:

@@ -162,7 +162,7 @@ class CommandParser(argparse.ArgumentParser):
     # ---- Parsing: from a command line or a file to values ----
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error instead of ending the process: of several processes one says it."""
+        """Raise the error instead of ending the process: where several processes run, only the first prints it."""
         if "--resume_from_checkpoint: expected" in message:
             message += ". Did you mean `--resume_from_checkpoint auto`?"
         refuse([*self.errors, error := OptionError(message)])

@@ -107,7 +107,8 @@ def saving_with_card(
     """
     folder, old_pictures = Path(folder), saved_pictures(folder) or set()
     for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
-        if name in old_pictures - {*card.pictures} if name.endswith(".png") else name != SETTINGS:
+        is_old_picture = name in old_pictures - {*card.pictures}
+        if is_old_picture or not name.endswith(".png") and name != SETTINGS:
             path.unlink()
     save_settings(card, folder)  # first, so that the files it lists count as paco_trl's even after a kill
     yield

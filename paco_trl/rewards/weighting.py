@@ -145,10 +145,8 @@ class Rewards:
         per_reward = zip(details.coefficient_of_variation, details.tamed, details.share, strict=True)
         for name, values, (h, tamed, share) in zip(self.names, rewards.T, per_reward, strict=True):
             valid_values = values[~torch.isnan(values)]
-            mean, first = (
-                valid_values.mean().item() if len(valid_values) else None,
-                metrics.get(f"rewards/{self.names[0]}/mean"),
-            )
+            mean = valid_values.mean().item() if len(valid_values) else None
+            first = metrics.get(f"rewards/{self.names[0]}/mean")
             reward_metrics = {
                 "mean": mean,
                 "std": valid_values.std().item() if len(valid_values) > 1 else None,

@@ -166,7 +166,7 @@ class Policy:
             batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
 
     def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
-        """Return what the pipeline generates images of some prompts from; they share the source images of the first."""
+        """Collect the inputs of a batch: embeddings of its prompts, and the source images of the first, which all share."""
         device = self.accelerator.device
         embeddings = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
         arguments = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in embeddings]

@@ -85,7 +85,7 @@ def check_trackers(args: Any) -> None:
     if args.report_to is None:
         args.report_to = "none"
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers lists not all
+    available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers leaves these out
     for name in {*trackers} - {"all", "none"} - available:
         if name in INTEGRATION_TO_CALLBACK:
             raise OptionError(f"`report_to` is {args.report_to!r}, but {name} is not installed.", "report_to")

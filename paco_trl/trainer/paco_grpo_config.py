@@ -232,8 +232,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether models of rewards (`model` of a reward or of its `judge`) are in CPU memory except to score a round,
             which then follows its generation.
         embeddings_dir (`str`, *optional*):
-            Directory in which encoded prompts and source images stay for other runs. Without it and with it, memory holds
-            those of eight rounds.
+            Directory in which encoded prompts and source images are kept for other runs. Memory holds those of eight rounds
+            either way.
         vae_tiling (`bool`, *optional*, defaults to `False`):
             Whether the VAE decodes in tiles: less memory at large sizes, slightly different pixels at the seams.
         attention_backend (`str`, *optional*):
@@ -424,12 +424,14 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _plan_round(self, requested: RoundSizes, num_processes: int) -> RoundPlan:
         """Plan a round of the sizes that are set."""
-        sizes = round_sizes(
-            requested, num_processes=num_processes, num_generations=self.num_generations,
-            batch_size=self.per_device_train_batch_size, num_trained_steps=self.num_trained_steps,
-            num_merged_batches=(self.per_device_rollout_batch_size or 0) // self.per_device_train_batch_size or 1,
-        )  # fmt: skip
-        return RoundPlan(*sizes)
+        batch_size = self.per_device_train_batch_size
+        sizes: dict[str, int] = {
+            "num_processes": num_processes, "num_generations": self.num_generations, "batch_size": batch_size,
+            "num_trained_steps": self.num_trained_steps,
+            "num_merged_batches": (self.per_device_rollout_batch_size or 0) // batch_size or 1,
+        }  # fmt: skip
+        num_prompts, num_optimizer_steps = round_sizes(requested, **sizes)
+        return RoundPlan(num_prompts=num_prompts, num_optimizer_steps=num_optimizer_steps, **sizes)
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:

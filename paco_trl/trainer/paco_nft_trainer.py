@@ -118,13 +118,13 @@ class PaCoNFTTrainer(RoundTrainer):
     _step_class = NoisedStep
     _statistics_class = VelocityStatistics
 
-    def _check_family(self) -> None:
+    def _check_family(self, family: Family) -> None:
         if hasattr(self, "policy_loss"):
             raise TypeError(
                 f"{type(self).__name__} has a `policy_loss`, which only `PaCoGRPOTrainer` calls. Override `compute_loss`."
             )
-        if type(self.family).call_at is Family.call_at:
-            name = type(self.family).__name__
+        if type(family).call_at is Family.call_at:
+            name = type(family).__name__
             raise ValueError(f"{name} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`.")
 
     @cached_property

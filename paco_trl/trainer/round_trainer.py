@@ -173,7 +173,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
         # 2. The frozen pipeline
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        self.pipeline = self._load_pipeline(model, args, peft_config, family, eval_rows)
+        self.pipeline, self.family = self._load_pipeline(model, args, peft_config, family, eval_rows)
         components = {
             name: component
             for name, component in sorted(self.pipeline.components.items())
@@ -250,7 +250,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _load_pipeline(
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, peft_config: LoraConfig | str | None,
         family: Family | None, eval_rows: list[PromptRows],
-    ) -> DiffusionPipeline:  # fmt: skip
+    ) -> tuple[DiffusionPipeline, Family]:  # fmt: skip
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
         is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
@@ -264,32 +264,36 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         has_weights = not is_buildable(model, init, family)
         dtypes = {"default": torch.float32}  # that of configs
         pipeline = load() if has_weights else load_without_weights(str(model), dtypes, encodes=False, **init)
-        self.family = family_of(pipeline) if family is None else family
-        self._check_family()
-        self._check_pipeline(pipeline, args, is_full, eval_rows)
+        family = family_of(pipeline) if family is None else family
+        self._check_family(family)
+        self._check_pipeline(pipeline, family, args, is_full, eval_rows)
         if not has_weights:
-            check_trained(pipeline, self.family, peft_config)
+            check_trained(pipeline, family, peft_config)
             pipeline = load()
         if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
             check_base_weights(pipeline, ["transformer"] if is_full else [])
-        return pipeline
+        return pipeline, family
 
-    def _check_family(self) -> None:
+    def _check_family(self, family: Family) -> None:
         """Check that the family supports the method, before its weights are read."""
 
     def _check_pipeline(
-        self, pipeline: DiffusionPipeline, args: PaCoGRPOConfig, is_full: bool, eval_rows: list[PromptRows]
+        self,
+        pipeline: DiffusionPipeline,
+        family: Family,
+        args: PaCoGRPOConfig,
+        is_full: bool,
+        eval_rows: list[PromptRows],
     ) -> None:
         """Check prompts and settings against the pipeline, which may have no weights yet."""
         is_deepspeed = args.deepspeed_plugin is not None
         quantization = describe_quantization(pipeline.transformer)
         check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
-        self.size_multiple = self.family.size_multiple(pipeline)
         if args.ddp_find_unused_parameters is None:
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
-            has_unused = is_full and bool(self.family.unused_layers(pipeline.transformer))
-            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
-        check_prompts(args, pipeline, self.family, self.train_rows, eval_rows)
+            has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(family, UnlistedFamily)
+        check_prompts(args, pipeline, family, self.train_rows, eval_rows)
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             queries = example_queries(pipeline.transformer, self.compute_dtype, args.device)
             check_attention_backend(args.attention_backend, queries)

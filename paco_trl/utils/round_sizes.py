@@ -26,11 +26,11 @@ def round_sizes(
     batch_size: int,
     num_trained_steps: int,
     num_merged_batches: int = 1,
-) -> tuple[int, ...]:
+) -> tuple[int, int]:
     """
-    Plan a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
+    Return the prompts and the optimizer steps of a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
     only `gradient_accumulation_steps` is set, it fixes the images of an optimizer step, as in TRL. A round is then two
-    optimizer steps, or the smallest larger number that holds full groups. Return the sizes in the order of [`RoundPlan`].
+    optimizer steps, or the smallest larger number that holds full groups.
 
     Raises:
         OptionError: the sizes that are set do not divide a round, or contradict each other.
@@ -71,8 +71,7 @@ def round_sizes(
             f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
             "another number than 2, and leave the others out.", *RoundSizes._fields[::-1], *batches,
         )  # fmt: skip
-    sizes = (int(images) // num_generations, num_generations, batch_size, num_processes, num_trained_steps)
-    return *sizes, int(steps), num_merged_batches
+    return int(images) // num_generations, int(steps)
 
 
 def _number(value: Fraction) -> str:

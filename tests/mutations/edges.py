@@ -445,9 +445,9 @@ HUB = [
     *_mutants(
         "hub/cards.py",
         "test_ownership.py::TestSaving",
-        ("if name in old_pictures - {*card.pictures} if", "if name not in card.pictures if"),
+        ("name in old_pictures - {*card.pictures}", 'name not in card.pictures and name.endswith(".png")'),
         ("            path.unlink()\n    save_settings(card", "            pass\n    save_settings(card"),
-        ('if name.endswith(".png") else name != SETTINGS:', "if False else name != SETTINGS:"),
+        ('or not name.endswith(".png") and name != SETTINGS:', "or name != SETTINGS:"),
     ),
     *_mutants(
         "trainer/publishing.py",

@@ -63,7 +63,7 @@ class Family(ABC):
     """Arguments of the transformer without a batch dimension, such as position ids that all images share."""
 
     training_defaults: ClassVar[dict[str, Any]] = {}
-    """Defaults of `paco-trl grpo` and `nft` that are others for this family."""
+    """Defaults of `paco-trl grpo` and `nft` for models of this family, where they differ from those of the config."""
 
     advice: str = "Correct the family class."
     """What to do when the scheduler received something else than the result of [`combine`]."""
