@@ -302,7 +302,7 @@ class TestLoadImageSetPrompts:
             ("a.jsonl", '{"prompt": "A fox.", "rows": 1}\n', "cols"),
             ("a.jsonl", '{"prompt": "Make it red.", "image": "a.png"}\n', "--edits"),
             ("a.jsonl", '{"prompt": [{"role": "user", "content": "A fox."}]}\n', "`prompt` of row 0 .*content"),
-            ("a.jsonl", '{"prompt": "A fox."}\n{"prompt": \n', "a.jsonl is .*line 3"),
+            ("a.jsonl", '{"prompt": "A fox."}\n{"prompt": \n', "a.jsonl: what begins on line 2 is not valid JSON"),
             ("a.jsonl", '{"prompt": "A fox."}\n"A fox."\n', "Row 1 of .*a.jsonl"),
             ("a.txt", "A 1x2 grid layout of foxes. [LEFT]:One.\n", "1 panel markers"),
             ("a.xml", "A fox.", r"a.xml.*\.jsonl.*\.parquet"),

@@ -228,7 +228,7 @@ class TestLoader:
         [
             ({"references": ["../images/0.png"]}, "`references`: the path .*leaves"),
             ({}, "`references` of row 1"),
-            ({"references": ["images/0.png"], "reference_roles": []}, "row 1 of .*list 1"),
+            ({"references": ["images/0.png"], "reference_roles": []}, "row 1 of .*List 1"),
             ({"references": ["images/0.png"], "reference_roles": ["pose"]}, "row 1 of .*identity, style, logic"),
         ],
     )
