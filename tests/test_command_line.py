@@ -90,6 +90,13 @@ class TestFiles:
     def test_a_value_that_fits(self, tmp_path, text, name, value):
         assert getattr(self.parse(tmp_path, text), name) == value
 
+    def test_an_error_says_that_it_is_in_the_file(self, tmp_path):
+        for text in ("learning_rate: fast", "max_stepz: 3", "sde_steps: [1, b]"):
+            with pytest.raises(ValueError, match="^In the file of `--config`: "):
+                self.parse(tmp_path, text)
+        with pytest.raises(ValueError, match="^there is no option `--max_stepz`"):
+            self.parse(tmp_path, "swap: no", "--max_stepz", "3")
+
     def test_the_command_line_comes_first(self, tmp_path, capsys):
         for text in ("rewards: a", "rewards: a\nreward_weights: null"):  # nothing is left out
             assert self.parse(tmp_path, text, "--reward_funcs", "b", "c").rewards == ["b", "c"]
@@ -218,6 +225,7 @@ class TestOptions:
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
             (["--seed", "-1", *DATA], "`--seed`"),
+            (["--lora_rank", "8", *DATA], "Did you mean `--lora_r`?"),
             ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--model_init_kwargs", "[1]", *DATA], "by name"),

@@ -393,9 +393,26 @@ class TestMemory:
         monkeypatch.setitem(vars(tiny_plan), "commands", small)
         row = doctor.memory_row(tiny_plan, None if total is None else int(total * tiny_plan.peak))
         assert row.verdict == verdict
-        assert ("`--offload_rewards`" in row.advice) == (verdict != "ok")
+        assert ("`--vae_tiling`" in row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 7 + 4
+
+    def test_only_settings_that_can_save_memory_are_named(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
+        names = (
+            "vae_tiling",
+            "ema_offload",
+            "per_device_train_batch_size",
+            "quantization int8",
+            "accelerate_config zero3",
+        )
+        savings = " ".join(doctor._memory_savings(tiny_plan))
+        assert all(f"--{name}" in savings for name in names) and "rewards" not in savings and "judge" not in savings
+        small = replace(tiny_plan, vae_tiling=True, ema_offload=True, batch_size=1, quantization="nf4")
+        savings = " ".join(doctor._memory_savings(small))
+        assert "--offload_embeddings" in savings and not any(name in savings for name in names)
+        judged = plan_memory(str(tiny_flux), tiny_plan.run.args, prompts, LORA, [str(tiny_qwen)])
+        savings = " ".join(doctor._memory_savings(judged))
+        assert "--offload_rewards" in savings and "--judge_url" in savings
 
     def test_a_command_that_needs_more_than_training_is_named(self, tiny_plan, monkeypatch):
         *small, last = tiny_plan.commands

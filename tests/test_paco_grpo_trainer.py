@@ -853,6 +853,7 @@ def test_a_metric_that_no_dataset_has(make_trainer, prompts):
 
 def test_long_prompts_are_reported_once(make_small, caplog):
     make_small(max_steps=1).train()
-    truncated = [message for message in caplog.messages if "truncated" in message]
-    assert len(truncated) == 2  # CLIP and T5, not one for each prompt
-    assert all("For 2 of 2 prompts" in message for message in truncated)
+    (clip,) = [message for message in caplog.messages if "truncated" in message]
+    assert "For 2 of 2 prompts" in clip
+    (named,) = [message for message in caplog.messages if "longer than FluxPipeline reads" in message]
+    assert "2 of 2 prompts" in named and named.count("row ") == 2

@@ -34,7 +34,7 @@ from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.known_models import resolve_model_configs
-from ..planning.memory import USABLE, format_size
+from ..planning.memory import USABLE, ImageRun, format_size
 from ..rewards.weighting import Rewards
 from ..rollout import family_of
 from ..rollout.encoder import describe_truncated
@@ -72,14 +72,6 @@ from .training import check_start
 _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
 _HUB_SECONDS = 5.0
-
-# Settings that save memory, the cheapest first
-_SAVING = (
-    "`--vae_tiling`, `--ema_offload`, `--offload_embeddings`, `--offload_rewards`, a smaller "
-    "`--per_device_train_batch_size`, `--gradient_checkpointing`, a judge on another GPU (`--judge_url`), "
-    "`--quantization int8` or `nf4`, `--accelerate_config zero3`"
-)
-_SAVING_OF_JUDGES = "a smaller `--per_device_train_batch_size`, `--gradient_checkpointing`, `--load_in_4bit`, `--accelerate_config zero3`"
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
@@ -354,6 +346,26 @@ def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Data
     return plan_memory(*arguments, models, script_args.judge_quantization)
 
 
+def _memory_savings(plan: MemoryPlan) -> list[str]:
+    """List the settings that would save memory in a plan, the cheapest first."""
+    is_image_model = isinstance(plan.run, ImageRun)
+    has_judge = isinstance(plan.run, ImageRun) and bool(plan.run.judges) and not plan.serves_judge
+    has_rewards = has_judge or isinstance(plan.run, ImageRun) and plan.run.clip_bytes > 0
+    quantization = "`--quantization int8` or `nf4`" if is_image_model else "`--load_in_4bit`"
+    savings = {
+        "`--vae_tiling`": is_image_model and not plan.vae_tiling,
+        "`--ema_offload`": is_image_model and not plan.ema_offload and plan.run.args.ema_decay is not None,
+        "`--offload_embeddings`": is_image_model and not plan.offload_embeddings,
+        "`--offload_rewards`": has_rewards and not plan.offload_rewards,
+        "a smaller `--per_device_train_batch_size`": plan.batch_size > 1,
+        "`--gradient_checkpointing`": not plan.gradient_checkpointing,
+        "a judge on another GPU (`--judge_url`)": has_judge,
+        quantization: plan.quantization is None,
+        "`--accelerate_config zero3`": plan.zero_stage != 3 and plan.quantization is None,
+    }
+    return [setting for setting, saves in savings.items() if saves]
+
+
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
     """Describe the phases of a run, compared with a device of `total` bytes and a machine of `host` bytes."""
     lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
@@ -363,13 +375,12 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
     if total is not None and plan.peak > limit:
         verdict = FAILED if plan.peak > total else WARNING
-        saving = _SAVING if isinstance(plan.run.args, PaCoGRPOConfig) else _SAVING_OF_JUDGES
-        advice = f"Settings that save memory: {saving}. Or a larger device, smaller images or models."
+        advice = f"Settings that save memory: {', '.join(_memory_savings(plan))}. Or a larger device, smaller images or models."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
     if total is not None and (large_commands := [phase.name for phase in plan.commands if phase.total > limit]):
         names = ", ".join(f"`paco-trl {name}`" for name in large_commands)
-        lines.append(f"With the trained model, {names} takes more. See the row, and `--quantization` there.")
+        lines.append(f"With the trained model, {names} takes more than that. See the row, and `--quantization` there.")
     count = int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_processes))
     lines.append(f"Host memory: {format_size(plan.host_peak)} for each of {count} process(es) of a machine.")
     if host is not None:

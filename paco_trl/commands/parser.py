@@ -47,6 +47,13 @@ _UNSET: Any = object()
 _TYPES: dict[str, Callable] = {"bool": _to_bool, "int": int, "float": float}
 
 
+# Options of diffusers' scripts and of PEFT's examples, which resemble others here more
+_OTHER_NAMES = {
+    **dict.fromkeys(("--rank", "--lora_rank"), "--lora_r"), "--batch_size": "--per_device_train_batch_size",
+    "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps", "--lr": "--learning_rate",
+}  # fmt: skip
+
+
 class CommandParser(argparse.ArgumentParser):
     """
     Parser of the options of dataclasses, in the command line and in YAML; a config is named, and imported at the very end.
@@ -206,7 +213,8 @@ class CommandParser(argparse.ArgumentParser):
         word = word.partition("=")[0]  # its value may be a token
         full = f"--{word.lstrip('-').replace('-', '_')}"
         starts = {flag[: len(full)]: flag for flag in reversed(flags)}
-        near = get_close_matches(full, flags, 1, cutoff=0.7)
+        near = [flag for flag in flags if flag == _OTHER_NAMES.get(full)]
+        near = near or get_close_matches(full, flags, 1, cutoff=0.7)
         near = near or [starts[start] for start in get_close_matches(full, starts, 1, cutoff=0.8)]
         return f"there is no option `{word}`. " + (f"Did you mean `{near[0]}`?" if near else "See `--help`.")
 
@@ -311,7 +319,12 @@ class CommandParser(argparse.ArgumentParser):
         if self.positional is not None and words and not words[0].startswith("-"):
             words = [f"--{self.positional}", *words]
         self.errors = []
-        typed, in_file = self._parse(words), self._read(config, recipe)
+        typed = self._parse(words)
+        num_errors = len(self.errors)
+        in_file = self._read(config, recipe)
+        self.errors[num_errors:] = [
+            OptionError(f"In the file of `--config`: {error}", *error.options) for error in self.errors[num_errors:]
+        ]
         self.launching = {name: typed.get(name, config.get(name)) for name in ("num_processes", "accelerate_config")}
         if not str(count := self.launching["num_processes"] or 1).isdigit():
             self.errors.append(
