@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -390,10 +391,10 @@ class TestMemory:
 
         def on_another_device(encoded, calls):
             # As on an accelerator: what the pipeline is called with is another copy than the one that is kept
-            arguments, kept, sources = inputs_of(encoded, calls)
-            arguments = {name: tensor.clone() for name, tensor in arguments.items()}
-            held.append(arguments)  # so that no address is used again
-            return arguments, kept, sources
+            inputs = inputs_of(encoded, calls)
+            inputs = replace(inputs, arguments={name: tensor.clone() for name, tensor in inputs.arguments.items()})
+            held.append(inputs.arguments)  # so that no address is used again
+            return inputs
 
         trainer.policy.inputs = on_another_device
         trainer.state.max_steps = 2
