@@ -408,6 +408,9 @@ class TestMemory:
         savings = " ".join(doctor._memory_savings(tiny_plan))
         assert all(f"--{name}" in savings for name in names) and "rewards" not in savings and "judge" not in savings
         small = replace(tiny_plan, vae_tiling=True, ema_offload=True, batch_size=1, quantization="nf4")
+        assert doctor.memory_row(small, 1).advice.startswith(
+            "What saves memory: `--offload_embeddings`, smaller images"
+        )
         savings = " ".join(doctor._memory_savings(small))
         assert "--offload_embeddings" in savings and not any(name in savings for name in names)
         judged = plan_memory(str(tiny_flux), tiny_plan.run.args, prompts, LORA, [str(tiny_qwen)])
@@ -446,7 +449,9 @@ class TestMemory:
         assert rows["rewards"].verdict == rows["model and adapter"].verdict == "skipped"
         assert rows["rewards"].finding.startswith("Names, weights and columns fit.")
         assert "no weights are loaded" in rows["rewards"].finding
-        assert rows["prompt lengths"].finding.startswith("15 of 15 prompts are longer than FluxPipeline reads")
+        assert rows["prompt lengths"].finding.startswith(
+            "15 of 15 prompts of the dataset are longer than FluxPipeline reads"
+        )
 
     def test_panels_that_the_model_does_not_read_are_named(self, examine):
         long = format_image_set_prompt("Hats.", 1, 2, ["A hat." + " Red." * 600, "A cap."])
@@ -458,8 +463,8 @@ class TestMemory:
         row = examine("prompt lengths", words=["--device_memory", "24GiB"], **options)
         assert row["data"].verdict == "ok", row["data"]
         assert row["prompt lengths"].verdict == "warning"
-        assert "1 of 2 prompts are longer than FluxPipeline reads" in row["prompt lengths"].finding
-        assert "row 1 (panel 1, 2). Shorten" in row["prompt lengths"].finding
+        assert "1 of 2 prompts of the dataset are longer than FluxPipeline reads" in row["prompt lengths"].finding
+        assert "row 1 (panels 1, 2). Shorten" in row["prompt lengths"].finding
 
     @pytest.mark.parametrize(
         ("text", "changes", "token"),

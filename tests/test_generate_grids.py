@@ -19,12 +19,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from paco_trl import load_for_inference
-from paco_trl.data import split_grid
+from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation.grids import generate_grids, plan_batches
 from paco_trl.generation.image_files import encoding_ahead, is_flat, plain_prompt_arguments
 from paco_trl.rollout import keyed_generator
 from paco_trl.utils.stage_folder import StageFolder
+from tiny_models import build_tiny_flux2_klein
 
 
 SUBJECTS = ["red fox in the snow", "grey lighthouse by night", "bowl of green apples", "boy with a blue kite"]
@@ -103,6 +104,24 @@ def test_truncations_are_one_line_for_each_kind(flux, tmp_path, caplog):
     assert len(lines) == len({line.partition(": ")[2] for line in lines}) == 2  # CLIP and T5
     assert all(line.startswith("For 4 of 6 calls of FluxPipeline: ") and "red fox" not in line for line in lines)
     assert not [line for line in caplog.messages if "longer than the specified maximum" in line]
+
+
+def test_prompts_that_a_silent_pipeline_truncates_are_named(tmp_path, caplog):
+    """Before they are generated, each once: FLUX.2 reads 512 tokens, and says nothing."""
+    pipeline = DiffusionPipeline.from_pretrained(build_tiny_flux2_klein(tmp_path / "klein"))
+    long = format_image_set_prompt("Hats.", 1, 2, ["A hat.", "A cap." + " Red." * 600])
+    for texts, expected in ((["A hat.", long], ["/0' (panel 2)"]), (["A hat.", "A cap."], [])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            draw(
+                pipeline,
+                make_prompts([(64, 64)] * 2, (1, 2), prompt=texts),
+                tmp_path / f"grids-{len(expected)}",
+                seeds=[0, 1],
+            )
+        named = [line for line in caplog.messages if "are longer than Flux2KleinPipeline reads" in line]
+        assert len(named) == len(expected) and all(name in named[0] for name in expected)
+        assert all("1 of 2 prompts of the images" in line for line in named)
 
 
 class TestGrids:

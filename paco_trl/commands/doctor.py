@@ -39,7 +39,7 @@ from ..rewards.weighting import Rewards
 from ..rollout import family_of
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
-from ..rollout.prompt_rows import ImagePrompt, PromptRows
+from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
@@ -104,7 +104,7 @@ class DoctorState:
     plan_args: PlanArguments = _MISSING
     train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
-    prompts: list[ImagePrompt] = _MISSING
+    rows: list[PromptRows] = _MISSING  # of both datasets
     reward_funcs: list[Callable] = _MISSING
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING
@@ -223,7 +223,7 @@ def check_data(state: DoctorState) -> str:
     else:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
-    state.prompts = [prompt for split in rows for prompt in dict.fromkeys(split.image_prompts)]
+    state.rows = rows
     schedule, findings = RoundSchedule(args, rows[0].lengths), []
     for split in rows:
         images = f" of {len(split.image_prompts)} images" if split.has_separate else ""
@@ -309,10 +309,12 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
             return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
         pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
     with truncations_counted(pipeline):  # tokenizers warn of each long text
-        truncation_warning = describe_truncated(pipeline, family_of(pipeline), state.prompts)
-    if truncation_warning is not None:
-        return Row(WARNING, truncation_warning)
-    return f"{type(pipeline).__name__} reads each of {len(state.prompts)} prompts to its end."
+        family = family_of(pipeline)
+        described = [describe_truncated(pipeline, family, rows.named_prompts, rows.where) for rows in state.rows]
+    if warnings := [text for text in described if text is not None]:
+        return Row(WARNING, " ".join(warnings))
+    count = sum(len(rows.named_prompts) for rows in state.rows)
+    return f"{type(pipeline).__name__} reads each of {count} prompts to its end."
 
 
 def check_memory(state: DoctorState) -> Row:
@@ -375,7 +377,8 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
     if total is not None and plan.peak > limit:
         verdict = FAILED if plan.peak > total else WARNING
-        advice = f"Settings that save memory: {', '.join(_memory_savings(plan))}. Or a larger device, smaller images or models."
+        savings = ", ".join([*_memory_savings(plan), "smaller images or models", "a larger device"])
+        advice = f"What saves memory: {savings}."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
     if total is not None and (large_commands := [phase.name for phase in plan.commands if phase.total > limit]):

@@ -7,6 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,27 @@ def _is_plain(value: Any) -> bool:
     return all(item is None or isinstance(item, str | int | float | torch.device) for item in items)
 
 
+def _warn_of_truncated(
+    pipeline: "DiffusionPipeline", calls: Sequence[Mapping[str, Path]], prompts: Sequence[Sequence[str | list[str]]]
+) -> None:
+    """Warn of prompts that the pipeline does not read to the end: those of many pipelines say nothing."""
+    from ..rollout import FAMILIES
+    from ..rollout.encoder import describe_truncated
+
+    family = FAMILIES.get(type(pipeline).__name__)
+    if family is None:
+        return
+    name_by_text: dict[str, str] = {}
+    for call, call_prompts in zip(calls, prompts, strict=bool(prompts)):
+        for text in chain.from_iterable([text] if isinstance(text, str) else text for text in call_prompts):
+            name_by_text.setdefault(text, repr(next(iter(call))))
+    named = [(name, text) for text, name in name_by_text.items()]
+    with truncations_counted(pipeline):  # tokenizers warn of each long text
+        truncated = describe_truncated(pipeline, family(), named, "the images")
+    if truncated is not None:
+        logger.warning(truncated)
+
+
 def generate_missing(
     pipeline: "DiffusionPipeline",
     calls: Sequence[Mapping[str, Path]],
@@ -199,6 +221,8 @@ def generate_missing(
     call_numbers = list(names)[state.process_index :: state.num_processes]
     bar = tqdm(call_numbers, desc=f"Generating {image_type}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
+    if state.is_main_process:
+        _warn_of_truncated(pipeline, calls, prompts)
     upcoming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
     with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, upcoming, truncations):
         for call_number in bar:

@@ -33,7 +33,7 @@ from ..utils.placement import cpu_memory, placed_on, to_cpu
 from ..utils.tensors import to_device
 from .families import Family
 from .pipeline_policy import EncodedImage
-from .prompt_rows import ImagePrompt, PromptKey, PromptRows
+from .prompt_rows import PromptKey, PromptRows
 from .rounds import Round
 
 
@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 # Rows that are encoded at a time where there are no rounds: 1 GiB for FLUX.1
 ROWS_AHEAD = 256
-_SHOWN_ROWS = 8  # whose prompts are too long
+_SHOWN_ROWS = 8  # prompts that a message names
 
 # What is encoded: a prompt, or a source image as digest and scale
 Condition = PromptKey | tuple[str, float]
@@ -102,6 +102,8 @@ class PromptEncoder:
         if needed.keys() <= self._encoded.keys():
             return
         needed |= self._conditions(rows, ahead, scale)
+        if rows not in self._needed:
+            self._warn_of_truncated(rows)
         self._needed[rows] = set(needed)
         still_needed = set().union(*self._needed.values())
         self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in still_needed}
@@ -192,18 +194,22 @@ class PromptEncoder:
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._keep(condition, send_to_device(encoded, "cpu"))
                 size = sum(tensor.nbytes for tensor in encoded.values())
-            prompts = [ImagePrompt(row_number, condition.prompt) for condition, row_number in new.items()]
-            truncated = describe_truncated(self.pipeline, self.family, prompts)
         logger.info(f"{len(new)} prompts are encoded ({size / 2**20:.1f} MiB each).")
-        if truncated is not None and "prompts" not in self._reported:
-            logger.warning(truncated)
-            self._reported.add("prompts")
+        is_named = type(self.family).is_truncated is not Family.is_truncated
         for message, count in truncations.items():
-            # T5's, whose prompts are named above
-            if message not in self._reported and (truncated is None or "`max_sequence_length`" not in message):
+            # `_warn_of_truncated` has named the prompts that T5 truncates
+            if message not in self._reported and not (is_named and "`max_sequence_length`" in message):
                 # Two encoders of a pipeline say the same
                 logger.warning(f"For {min(count, len(new))} of {len(new)} prompts: {message}.")
         self._reported |= truncations.keys()
+
+    def _warn_of_truncated(self, rows: PromptRows) -> None:
+        """Warn of the prompts of a dataset that the pipeline does not read to the end, whichever process encodes them."""
+        if self.accelerator.is_main_process:
+            with truncations_counted(self.pipeline):  # tokenizers warn of each long text
+                truncated = describe_truncated(self.pipeline, self.family, rows.named_prompts, rows.where)
+            if truncated is not None:
+                logger.warning(truncated)
 
     def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
         vae, device = self.pipeline.vae, self.accelerator.device
@@ -238,21 +244,22 @@ class PromptEncoder:
                 layer.to(device)
 
 
-def describe_truncated(pipeline, family: Family, prompts: Sequence[ImagePrompt]) -> str | None:
-    """Say which prompts the pipeline does not read to the end, and which of their panels that are; `None` without any."""
+def describe_truncated(pipeline, family: Family, prompts: Sequence[tuple[str, str]], where: str) -> str | None:
+    """Describe which named prompts the pipeline truncates, and which panels are lost; `None` if it truncates none."""
     is_truncated = functools.partial(family.is_truncated, pipeline)
     described = []
-    for row_number, prompt in prompts:
+    for name, prompt in prompts:
         if is_truncated(prompt):
-            panels = ", ".join(map(str, find_lost_panels(prompt, is_truncated)))
-            described.append(f"row {row_number}" + (f" (panel {panels})" if panels else ""))
+            panels = find_lost_panels(prompt, is_truncated)
+            listed = f" (panel{'s' * (len(panels) > 1)} {', '.join(map(str, panels))})" if panels else ""
+            described.append(f"{name}{listed}")
     if not described:
         return None
     shown = ", ".join(described[:_SHOWN_ROWS])
     more = f" and {len(described) - _SHOWN_ROWS} more" if len(described) > _SHOWN_ROWS else ""
     return (
-        f"{len(described)} of {len(prompts)} prompts are longer than {type(pipeline).__name__} reads, and their end is "
-        f"ignored: {shown}{more}. Shorten them."
+        f"{len(described)} of {len(prompts)} prompts of {where} are longer than {type(pipeline).__name__} reads, and their "
+        f"end is ignored: {shown}{more}. Shorten them."
     )
 
 

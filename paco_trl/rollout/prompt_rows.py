@@ -108,6 +108,16 @@ class PromptRows:
             return "edits"
         return "single images" if set(self.layouts) <= {(1, 1)} else "sets"
 
+    @property
+    def named_prompts(self) -> list[tuple[str, str]]:
+        """Names, for messages, and texts of the prompts of all images, and of the negative prompts that differ."""
+        named = [(f"row {row_number}", prompt) for row_number, prompt in dict.fromkeys(self.image_prompts)]
+        rows_by_negative: dict[str, int] = {}
+        for row_number, negative in enumerate(self.negative_prompts):
+            if negative:
+                rows_by_negative.setdefault(negative, row_number)
+        return [*named, *((f"the negative prompt of row {n}", negative) for negative, n in rows_by_negative.items())]
+
     def _sized_row(self, row_number: int) -> str:
         """Name a row in an error about its size, with where the size is from."""
         has_size = None not in self.requested_sizes[row_number]
