@@ -11,7 +11,7 @@ from torch._inductor import config as inductor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from paco_trl.planning.memory import training_precision
+from paco_trl.planning.peaks import training_precision
 from paco_trl.rollout import kernels as kernels_module
 from paco_trl.rollout.kernels import set_kernels
 from paco_trl.rollout.loading import load_pipeline

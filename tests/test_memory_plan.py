@@ -27,19 +27,18 @@ from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
+from paco_trl.planning.judge_run import judge_tokens
 from paco_trl.planning.known_models import resolve_model_configs
-from paco_trl.planning.memory import (
+from paco_trl.planning.peaks import (
     LiveBytes,
     extrapolate,
-    judge_tokens,
     measure_peak,
-    optimizer_bytes,
     quantized_layers,
     skip_equal_blocks,
-    training_memory,
     training_precision,
     weights_bytes,
 )
+from paco_trl.planning.plan import optimizer_bytes, training_memory
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_without_weights

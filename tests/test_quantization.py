@@ -34,7 +34,7 @@ from paco_trl.commands.evaluate_arguments import main as evaluate_main
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card
-from paco_trl.planning.memory import weights_bytes
+from paco_trl.planning.peaks import weights_bytes
 from paco_trl.rewards import ConsistencyReward, redness_reward
 from paco_trl.utils.option_checks import check_quantization
 from paco_trl.utils.quantization import describe_quantization

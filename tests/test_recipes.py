@@ -31,7 +31,7 @@ from paco_trl.commands.script_arguments import (
 )
 from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan
-from paco_trl.planning.memory import USABLE
+from paco_trl.planning.plan import USABLE
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily

@@ -31,7 +31,7 @@ from full_size_judge import JUDGE, build_judge, rehearse_judge
 from paco_trl.commands import main as commands
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
-from paco_trl.planning.memory import fake_weights
+from paco_trl.planning.peaks import fake_weights
 from paco_trl.rollout import family_of
 from paco_trl.trainer.round_trainer import RoundTrainer
 from paco_trl.utils.files import write_atomically

@@ -41,7 +41,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands import main as commands
 from paco_trl.data import make_pair, theme_question
 from paco_trl.planning import plan_memory
-from paco_trl.planning.memory import judge_tokens
+from paco_trl.planning.judge_run import judge_tokens
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import vision_token_ids

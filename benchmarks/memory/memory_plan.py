@@ -32,7 +32,8 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
-from paco_trl.planning.memory import USABLE, fake_weights, training_precision
+from paco_trl.planning.peaks import fake_weights, training_precision
+from paco_trl.planning.plan import USABLE
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 

@@ -33,8 +33,9 @@ from ..checkpointing.weights import trained_parameters
 from ..hub.account import HTTPError, check_contents, find_repository
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
+from ..planning.image_run import ImageRun
 from ..planning.known_models import resolve_model_configs
-from ..planning.memory import USABLE, ImageRun, format_size
+from ..planning.plan import USABLE, format_size
 from ..rewards.weighting import Rewards
 from ..rollout import family_of
 from ..rollout.encoder import describe_truncated

@@ -9,6 +9,7 @@ from ..utils.lazy import lazy_imports
 __all__ = ["MemoryPlan", "Phase", "plan_memory"]
 
 if TYPE_CHECKING:
-    from .memory import MemoryPlan, Phase, plan_memory
+    from .memory import plan_memory
+    from .plan import MemoryPlan, Phase
 
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

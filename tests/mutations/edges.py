@@ -1038,7 +1038,7 @@ SEPARATE_SETS = [
         ("others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY\n", "others = ()\n"),
     ),
     *_mutants(
-        "planning/memory.py",
+        "planning/image_run.py",
         "test_memory_plan.py::test_the_longest_prompt_is_that_of_an_image",
         ("len(prompt.prompt))", "len(rows.prompts[prompt.row_number]))"),
     ),
@@ -1068,7 +1068,7 @@ SEPARATE_SETS = [
         ("max(size, 2)", "size"),
     ),
     *_mutants(
-        "planning/memory.py",
+        "planning/image_run.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
         ("max(step, self.first_panel_peak(False))", "step"),
         ("1 if rows.is_anchored and not self.family.batches_sources else ", ""),

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a judge, in a reward and in its own training."""
+
+import functools
+import math
+
+import torch
+from accelerate import init_empty_weights
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
+
+from ..rewards.paco_reward import read_judge_config
+from ..trainer.paco_reward_config import PaCoRewardConfig
+from .peaks import (
+    PlanMode,
+    extrapolate,
+    fake_weights,
+    measure_peak,
+    skip_equal_blocks,
+    training_precision,
+    weights_bytes,
+)
+from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, training_memory
+
+
+_QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
+
+
+def judge_tokens(pixels: int) -> int:
+    """Count the tokens of a pair for a Qwen2.5-VL: one per 28 x 28 pixels of each image, and 512 of text."""
+    return 2 * pixels // 28**2 + 512
+
+
+class JudgeNetwork:
+    """A judge as in a reward. Only the language model is run; the vision tower counts by its weights."""
+
+    def __init__(
+        self,
+        model: str,
+        quantization: str | None,
+        dtype: torch.dtype = torch.bfloat16,
+        peft_config: LoraConfig | None = None,
+    ):
+        self.mode, self.quantization, self.dtype = PlanMode(), quantization, dtype
+        with init_empty_weights():
+            config = read_judge_config(model)
+            self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
+            self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
+        with skip_equal_blocks(self.model):
+            fake_weights(self.model, self.mode)
+        self.weights_bytes = functools.cache(weights_bytes)
+
+    @functools.cache  # noqa: B019  (lives as long as the plan)
+    def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
+        decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
+        getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
+        with self.mode, training_precision(self.dtype, trains):
+            embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)
+            forward = lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state  # noqa: E731
+            return measure_peak(forward, self.model.train(trains), trains)
+
+
+class JudgeRun(JudgeNetwork):
+    """Memory model of a judge's training."""
+
+    max_batch_size = 1024
+
+    def __init__(self, model: str, args: PaCoRewardConfig, peft_config: LoraConfig, quantization: str | None):
+        super().__init__(model, quantization, torch.bfloat16 if args.bf16 else torch.float32, peft_config)
+        self.args = args
+        self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+        pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
+        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
+        self.size = f"{self.num_tokens} tokens"
+        self.settings = {
+            "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
+            "quantization": quantization, "num_processes": args.world_size,
+        }  # fmt: skip
+
+    def phases(self, plan: MemoryPlan) -> list[Phase]:
+        frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
+        element_size = FLOAT32 if plan.zero_stage is None else 2
+        persistent, per_batch = training_memory(
+            frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim
+        )
+        training = extrapolate(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
+        evaluation = extrapolate(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
+        return [
+            Phase("load", {}, {"libraries": LIBRARIES, "weights": frozen_bytes}),
+            Phase("train", {**persistent, **per_batch, "activations": training}, {}),
+            Phase("evaluate", {**persistent, "activations": evaluation}, {}),
+        ]
+
+    def commands(self, plan: MemoryPlan) -> list[Phase]:
+        return []

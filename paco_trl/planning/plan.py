@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a run by phase, as bytes by use, and what they sum to."""
+
+import functools
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from ..rewards.paco_reward import PaCoReward
+
+
+# Fraction of a device that a plan may use. The rest is for CUDA, fragmentation, and what the plan leaves out
+USABLE = 0.9
+FLOAT32 = 4
+LIBRARIES = 5 * 2**28  # host memory of torch, transformers and diffusers in a process, without CUDA
+# States per weight, by the first word of an optimizer's name. Adafactor keeps row and column sums, here for rank 16
+_OPTIMIZER_STATES = {"adamw": 2, "ademamix": 3, "adafactor": 1 / 16, "adagrad": 1, "lion": 1, "rmsprop": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """
+    Memory of one process in a phase of a run.
+
+    Attributes:
+        name (`str`):
+            `load`, `encode`, `generate`, `decode`, `score`, `train` or `evaluate`; for a judge `load`, `train`,
+            `evaluate`.
+        device (`dict[str, int]`):
+            Bytes on the device by use, for example `frozen weights`, `optimizer` and `activations`.
+        host (`dict[str, int]`):
+            Bytes of host memory by use.
+    """
+
+    name: str
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes on the device."""
+        return sum(self.device.values())
+
+
+class Run(Protocol):
+    """Memory model of a training run, which counts its phases for the settings of a plan."""
+
+    args: Any
+    size: str  # of an image or a pair, for messages
+    max_batch_size: int
+
+    def phases(self, plan: "MemoryPlan") -> list[Phase]:
+        """Count the memory of each phase of the run."""
+
+    def commands(self, plan: "MemoryPlan") -> list[Phase]:
+        """Count the memory of commands that take the trained model."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """
+    Memory of each process of a run. `print(plan)` shows a table, and `dataclasses.replace(plan, batch_size=4).peak` is
+    the peak of the same run with another setting.
+
+    Attributes:
+        batch_size (`int`):
+            Images or pairs per micro-batch.
+        gradient_checkpointing, offload_embeddings, offload_rewards, ema_offload, vae_tiling (`bool`):
+            Options of the trainer's config.
+        quantization (`str` or `None`):
+            `nf4`, `int8`, `fp8` or `fp8_storage`, of the frozen weights.
+        serves_judge (`bool`):
+            Whether the judges run on a server instead of the device.
+        zero_stage (`int` or `None`):
+            Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
+        num_processes (`int`):
+            Number of processes.
+        judge_batch_size (`int`):
+            `batch_size` of the judges in rewards.
+    """
+
+    run: Run
+    batch_size: int = 1
+    gradient_checkpointing: bool = True
+    quantization: str | None = None
+    offload_embeddings: bool = False
+    offload_rewards: bool = False
+    ema_offload: bool = False
+    vae_tiling: bool = False
+    serves_judge: bool = True
+    zero_stage: int | None = None
+    num_processes: int = 1
+    judge_batch_size: int = inspect.signature(PaCoReward).parameters["batch_size"].default
+
+    @functools.cached_property
+    def phases(self) -> list[Phase]:
+        """Return the phases of the run, in order. Tabulate with `pd.DataFrame({p.name: p.device for p in plan.phases})`."""
+        return self.run.phases(self)
+
+    @functools.cached_property
+    def commands(self) -> list[Phase]:
+        """
+        Return the memory of `evaluate prompts`, `evaluate images`, `build grids` and `space` with the trained model,
+        loaded as in training. Text encoders, transformer and judge take turns on the device; each row is the largest
+        turn.
+        """
+        return self.run.commands(self)
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes on the device in any phase."""
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def host_peak(self) -> int:
+        """Return the most bytes of host memory in any phase."""
+        return max(sum(phase.host.values()) for phase in self.phases)
+
+    def largest_batch(self, limit: float) -> int:
+        """Return the largest micro-batch that fits into `limit` bytes, as a power of two, or 0 if none fits."""
+        size = 1
+        while size <= self.run.max_batch_size and replace(self, batch_size=size).peak <= limit:
+            size *= 2
+        return size // 2
+
+    def describe(self) -> str:
+        """Summarize the peak of the run in one line."""
+        largest = max(self.phases, key=lambda phase: phase.total)
+        optim: Any = getattr(self.run.args.optim, "value", self.run.args.optim)
+        note = f" The optimizer `{optim}` is counted as AdamW in float32." if optimizer_bytes(optim) is None else ""
+        return (
+            f"Micro-batches of {self.batch_size} at {self.run.size}: {format_size(largest.total)} on the device "
+            f"of each process, in `{largest.name}`.{note}"
+        )
+
+    def table(self) -> Table:
+        """Tabulate phases and commands, with the uses that take more than a hundredth of their memory."""
+        table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
+        for phase in [*self.phases, *self.commands]:
+            uses = sorted(phase.device.items(), key=lambda use: -use[1])
+            summary = ", ".join(f"{use} {format_size(size)}" for use, size in uses if size > phase.total / 100)
+            table.add_row(phase.name, format_size(phase.total), format_size(sum(phase.host.values())), summary)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self.describe(), self.table(), sep="\n", highlight=False, markup=False)
+        return capture.get()
+
+
+def optimizer_bytes(optim: str) -> float | None:
+    """Return the bytes that an optimizer of `Trainer` keeps per trained weight, `None` if it is unknown."""
+    name = getattr(optim, "value", optim).removeprefix("paged_")  # pages stay on the device unless it is full
+    states = _OPTIMIZER_STATES.get(name.split("_")[0])
+    return states and states * (1 if name.endswith("8bit") else 0.5 if name.endswith("4bit") else FLOAT32)
+
+
+def training_memory(
+    frozen_bytes: int,
+    num_trained: int,
+    element_size: int,
+    plan: MemoryPlan,
+    num_averages: int = 0,
+    optim: str = "adamw_torch",
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Count the bytes that training always keeps on the device, and those of a micro-batch besides activations."""
+    # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
+    # stage 2, and weights from stage 3.
+    stage = plan.zero_stage or 0
+    optimizer_shards, gradient_shards, weight_shards = (
+        plan.num_processes if stage >= first_stage else 1 for first_stage in (1, 2, 3)
+    )
+    float32_bytes = FLOAT32 * num_trained
+    bytes_per_weight = optimizer_bytes(optim)
+    states = int(num_trained * (2 * FLOAT32 if bytes_per_weight is None else bytes_per_weight))
+    masters = 0 if plan.zero_stage is None else float32_bytes // optimizer_shards
+    persistent = {
+        "frozen weights": frozen_bytes // weight_shards,
+        "trained weights": element_size * num_trained // weight_shards + masters,
+        "optimizer": states // optimizer_shards,
+        "average": 0 if plan.ema_offload else num_averages * float32_bytes // weight_shards,
+    }
+    has_buckets = plan.num_processes > 1 and plan.zero_stage is None
+    return persistent, {
+        "gradients": float32_bytes // gradient_shards,
+        "DDP's buckets": float32_bytes if has_buckets else 0,
+    }
+
+
+def format_size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
