@@ -246,10 +246,17 @@ class TestFaults:
 
     def test_data_that_cannot_be_used(self, examine, prompt_rows):
         assert examine("data", rows=prompt_rows[:4])["data"].verdict == "ok"
-        rows = examine("memory", rows=prompt_rows[:3])
-        assert rows["data"].verdict == "failed" and "at most 3" in rows["data"].finding
+        rows = examine("memory", rows=[{"caption": "A hat."}])
+        assert rows["data"].verdict == "failed" and "column `prompt`" in rows["data"].finding
         assert rows["rewards"].verdict == "ok"
         assert rows["model and adapter"].finding == rows["memory"].finding == "needs: data"
+
+    def test_too_few_prompts_do_not_end_the_plan(self, examine, prompt_rows):
+        rows = examine("memory", rows=prompt_rows[:3])
+        found = {"number of prompts": "failed", "model and adapter": "skipped"}
+        assert verdicts(rows) == healthy("memory") | found
+        assert "at most 3" in rows["number of prompts"].finding and "3 prompts" in rows["data"].finding
+        assert rows["model and adapter"].finding == "needs: number of prompts"
 
     def test_a_model_that_cannot_be_loaded(self, examine, monkeypatch):
         def needy(prompts, completions, masks, **kwargs):

@@ -416,6 +416,15 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
     assert "optimizer" in lines["evaluate"] and "optimizer" not in lines["load"]
 
 
+def test_the_plan_is_silent_about_long_prompts(make_plan, caplog):
+    """The prompts are longer than the tokenizers read, which a check of their own says."""
+    run = make_plan().run
+    run.embeddings()
+    assert not caplog.messages
+    run.family.encode_prompt(run.pipeline, run.prompt, torch.device("cpu"), [], 1.0)
+    assert "was truncated" in caplog.text
+
+
 def test_a_list_of_blocks_that_has_none():
     """As that of a VAE without attention in its middle block."""
     model = nn.ModuleDict({"few": nn.ModuleList([None]), "many": nn.ModuleList([nn.Linear(2, 2) for _ in range(9)])})

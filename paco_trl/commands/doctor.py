@@ -41,7 +41,13 @@ from ..rollout import family_of
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
 from ..rollout.prompt_rows import PromptRows
-from ..trainer.checks import check_eval_datasets, check_panels_used, check_train_dataset, offload_models
+from ..trainer.checks import (
+    check_eval_datasets,
+    check_fills_round,
+    check_panels_used,
+    check_train_dataset,
+    offload_models,
+)
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
 from ..utils.pipelines import truncations_counted
@@ -212,7 +218,7 @@ def check_hub(state: DoctorState) -> str:
     return f"The repository {repo_id} at {api.endpoint} exists and can be written to."
 
 
-def check_data(state: DoctorState) -> str:
+def check_data(state: DoctorState) -> str | list[Row]:
     """Check the prompts, their sizes and their number."""
     script_args, args = state.script_args, state.args
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
@@ -224,8 +230,7 @@ def check_data(state: DoctorState) -> str:
     else:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
-    state.rows = rows
-    schedule, findings = RoundSchedule(args, rows[0].lengths), []
+    state.rows, findings = rows, []
     for split in rows:
         images = f" of {len(split.image_prompts)} images" if split.has_separate else ""
         sources = "" if split.sources is None else f", up to {split.sources.max_count} source image(s) each"
@@ -233,9 +238,15 @@ def check_data(state: DoctorState) -> str:
         findings.append(
             f"{len(split)} prompts{images}{sources} ({columns}); panels {_format_counts(Counter(split.layouts))}."
         )
+    finding = " Evaluation: ".join(findings)
+    try:
+        check_fills_round(args, rows[0])
+    except ValueError as error:  # the plan does not depend on it
+        return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
+    schedule = RoundSchedule(args, rows[0].lengths)
     steps, rounds = schedule.max_steps, schedule.max_steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
-    return f"{' Evaluation: '.join(findings)} {plan}{schedule.describe_unused()}"
+    return f"{finding} {plan}{schedule.describe_unused()}"
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
@@ -498,7 +509,7 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "hub": (check_hub, ("configuration",)),
     "data": (check_data, ("configuration",)),
     "rewards": (check_rewards_load, ("configuration",)),
-    "model and adapter": (check_model, ("data", "rewards")),
+    "model and adapter": (check_model, ("data", "number of prompts", "rewards")),
     "prompt lengths": (check_prompt_lengths, ("data",)),
     "memory": (check_memory, ("configuration", "data")),
     "noise-free image": (check_noise_free, ("model and adapter",)),

@@ -32,6 +32,7 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.round_trainer import ROUNDS_AHEAD
 from ..utils.model_files import hub_arguments
+from ..utils.pipelines import truncations_counted
 from .judge_run import JudgeNetwork, judge_tokens
 from .peaks import (
     PlanMode,
@@ -145,10 +146,11 @@ class ImageRun:
         """Encode the prompt and the negative prompt, as zeros in the real shapes with batch dimension 1."""
         images = self.rows.images(self.row_number) if self.family.prompt_sees_images else []
         encoding_arguments = (torch.device("cpu"), images, self.scales[is_full])
-        embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *encoding_arguments))
-        if self.negative_prompt is not None:
-            negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *encoding_arguments)
-            embeddings |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+        with truncations_counted(self.pipeline):  # tokenizers warn of each long text
+            embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *encoding_arguments))
+            if self.negative_prompt is not None:
+                negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *encoding_arguments)
+                embeddings |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         return embeddings
 
     def panel(self, is_full: bool) -> Image.Image:

@@ -33,17 +33,21 @@ logger = get_logger(__name__)
 
 
 def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) -> PromptRows:
-    """Read the training prompts, and check that they fill a round and fit the rewards."""
+    """Read the training prompts, fit a round of the default size to them, and check that they fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows = PromptRows(dataset, args, "the dataset")
-    args.fit_round(count := len(rows.image_prompts))
-    if count < (plan := args.round_plan).num_prompts:
+    args.fit_round(len(rows.image_prompts))
+    check_columns(rewards.functions, rows.dataset, "the dataset")
+    return rows
+
+
+def check_fills_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
+    """Check that there are enough training prompts for a round."""
+    if (count := len(rows.image_prompts)) < (plan := args.round_plan).num_prompts:
         raise ValueError(
             f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.describe()} Set "
             f"`num_prompts_per_generation` to at most {count}, or add prompts."
         )
-    check_columns(rewards.functions, rows.dataset, "the dataset")
-    return rows
 
 
 def check_has_evaluation(args: Any, has_dataset: bool) -> None:

@@ -78,6 +78,7 @@ from ..utils.text import changes
 from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
     check_eval_datasets,
+    check_fills_round,
     check_panels_used,
     check_prompts,
     check_train_dataset,
@@ -164,6 +165,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
         self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
+        check_fills_round(args, self.train_rows)
         self.round_plan = args.round_plan
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
