@@ -97,7 +97,7 @@ gpu:
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(STEPS),--steps $(STEPS))
 
 full-size: .venv/.installed
-	PYTHONPATH=tests:benchmarks/memory env -u OMP_NUM_THREADS $(BIN)/python benchmarks/full_size/full_size.py $(RECIPE) \
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/full_size/full_size.py $(RECIPE) \
 		$(if $(TOKENIZERS),--tokenizers $(TOKENIZERS)) $(OPTIONS)
 
 # The group alone: mkdocstrings reads the package without importing it

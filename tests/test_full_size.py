@@ -9,25 +9,38 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from peft import LoraConfig
 from safetensors.torch import load_file
 
+from paco_trl.planning import plan_memory
 from testing_utils import are_equal
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-KLEIN = "FLUX.2-klein-base-4B"
+KLEIN = "black-forest-labs/FLUX.2-klein-base-4B"
+# A model of two blocks, with the published tokenizers' places
+SMALL = {
+    "transformer": {
+        "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8,
+        "joint_attention_dim": 96, "axes_dims_rope": [2, 2, 2, 2],
+    },
+    "text_encoder": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 28, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1024,
+    },
+    "vae": {"block_out_channels": [8, 8, 8, 8], "norm_num_groups": 4, "layers_per_block": 1},
+}  # fmt: skip
 
 
 @pytest.fixture
 def full_size(monkeypatch):
     """The modules of the benchmark."""
-    for folder in ("memory", "full_size"):
-        monkeypatch.syspath_prepend(str(BENCHMARKS / folder))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "full_size"))
     import build_model
     import phases
 
     yield build_model, phases
-    for name in ("build_model", "phases", "memory_plan"):
+    for name in ("build_model", "phases", "full_size", "full_size_judge"):
         sys.modules.pop(name, None)
 
 
@@ -42,8 +55,8 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 class TestBuild:
     def test_it_loads_as_published_and_a_build_that_was_interrupted_continues(self, full_size, monkeypatch, tmp_path):
         build_model, _ = full_size
-        monkeypatch.setattr(build_model, "SHARD", 50_000)
-        folder = build_model.build_model(KLEIN, tmp_path / "whole", configs={})
+        monkeypatch.setattr(build_model, "SHARD", 10_000)
+        folder = build_model.build_model(KLEIN, tmp_path / "whole", configs=SMALL)
         index = json.loads((folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 2
         pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
@@ -62,13 +75,13 @@ class TestBuild:
 
         monkeypatch.setattr(build_model, "save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            build_model.build_model(KLEIN, tmp_path / "again", configs={})
+            build_model.build_model(KLEIN, tmp_path / "again", configs=SMALL)
         monkeypatch.setattr(
             build_model,
             "save_file",
             lambda tensors, *args, **kwargs: written.append(set(tensors)) or write(tensors, *args, **kwargs),
         )
-        build_model.build_model(KLEIN, tmp_path / "again", configs={})
+        build_model.build_model(KLEIN, tmp_path / "again", configs=SMALL)
         assert written.count(written[0]) == 1
         for part in ("transformer", "text_encoder", "vae"):
             assert are_equal(weights_in(tmp_path / "again" / part), weights_in(folder / part))
@@ -84,25 +97,25 @@ class TestBuild:
         )
         assert norm.tolist() == [1.0] * 8 and bias.tolist() == [0.0] * 8
 
-    def test_tokenizers_as_published_keep_the_chat_template(self, full_size, tmp_path):
+    def test_a_published_tokenizer_takes_the_place_of_the_tiny_one(self, full_size, tmp_path):
         build_model, _ = full_size
-        source, target = tmp_path / "published", tmp_path / "trained"
-        for folder, files in (
-            (source, {"vocab.json": "new"}),
-            (target, {"vocab.json": "old", "chat_template.jinja": "a"}),
-        ):
+        source, target = tmp_path / "published", tmp_path / "tiny"
+        for folder, files in ((source, ["vocab.json"]), (target, ["tokenizer.json", "processor_config.json"])):
             folder.mkdir()
-            for name, text in files.items():
-                (folder / name).write_text(text)
+            for name in files:
+                (folder / name).write_text(folder.name)
         build_model.copy_tokenizer(source, target)
-        assert (target / "vocab.json").read_text() == "new" and (target / "chat_template.jinja").read_text() == "a"
+        assert {path.name: path.read_text() for path in target.iterdir()} == {
+            "vocab.json": "published",
+            "processor_config.json": "tiny",
+        }
 
     def test_a_disk_that_is_too_small_is_said_first(self, full_size, monkeypatch, tmp_path):
         build_model, _ = full_size
         usage = build_model.shutil.disk_usage(tmp_path)
         monkeypatch.setattr(build_model.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
         with pytest.raises(OSError, match="GB of disk"):
-            build_model.build_model(KLEIN, tmp_path / "model", configs={})
+            build_model.build_model(KLEIN, tmp_path / "model", configs=SMALL)
         assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -121,3 +134,33 @@ def test_a_phase_has_its_own_peak_and_the_time_that_is_not_of_one_within(full_si
     assert outer["peak"] > later["peak"] + 2**27
     assert inner["seconds"] >= 0.2 and outer["seconds"] + inner["seconds"] <= time.monotonic() - started
     assert [outer["count"], inner["count"]] == [1, 1]
+
+
+def test_the_operations_of_a_forward_are_those_of_the_arithmetic(full_size, make_trainer, prompts, tmp_path):
+    build_model, _ = full_size
+    import full_size as module
+
+    wide = {"num_attention_heads": 8, "attention_head_dim": 128, "axes_dims_rope": [32] * 4}
+    build_model.write_parts(KLEIN, tmp_path / "klein", None, SMALL | {"transformer": SMALL["transformer"] | wide})
+    args = make_trainer(height=64, width=64, resolution_scale=0.5, guidance_scale=4.0).args
+    found = {}
+    for rank in (1, 64):
+        run = plan_memory(str(tmp_path / "klein"), args, prompts, LoraConfig(r=rank)).run
+        found[rank] = module.count_operations(run)
+    assert found[1]["image tokens, text tokens"] == [4, 512] and found[1]["forwards of a step"] == 2
+    assert found[1]["TFLOP, by arithmetic"] > 0.02
+    assert found[1]["TFLOP, counted"] == pytest.approx(found[1]["TFLOP, by arithmetic"], rel=0.05)
+    assert found[64] == found[1]  # without the adapter
+
+
+def test_what_is_measured_is_divided_by_the_plan_of_device_and_host(full_size):
+    _, module = full_size
+    host = {"libraries": 10, "transformer": 1000}
+    planned = {
+        "load": {"device": {}, "host": host},
+        "train": {"device": {"frozen weights": 1000, "optimizer": 30}, "host": host | {"transformer": 0}},
+    }
+    measured = {"start": {"peak": 5}, "load": {"peak": 20}, "train": {"peak": 20}}
+    assert module.ratios(measured, planned) == {"load": 2.0, "train": 0.5}
+    # Weights that are quantized are no file's
+    assert module.ratios(measured, planned, is_mapped=False) == {"load": 0.02, "train": 0.02}

@@ -442,6 +442,14 @@ class TestKnownModels:
         [
             ("black-forest-labs/FLUX.1-dev", 11_901_408_320, 123_060_480 + 4_762_310_656, 179_306_496),
             ("black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576, 4_022_468_096, None),
+            ("Qwen/Qwen-Image", 20_430_401_088, 8_292_166_656, None),
+            ("Qwen/Qwen-Image-Edit", 20_430_401_088, 8_292_166_656, None),
+            (
+                "stabilityai/stable-diffusion-3.5-medium",
+                2_243_171_520,
+                123_650_304 + 694_659_840 + 4_762_310_656,
+                None,
+            ),
         ],
     )
     def test_a_pipeline(self, tmp_path, model, transformer, text_encoders, adapter):
@@ -450,6 +458,9 @@ class TestKnownModels:
         pipeline = load_without_weights(folder, {"default": torch.bfloat16})
         family = family_of(pipeline)
         assert count(pipeline.transformer) == transformer
+        assert (
+            getattr(pipeline.vae, "tile_sample_min_size", 1024) == 1024
+        )  # pixels of a tile; that of Qwen-Image has no entry
         assert sum(count(getattr(pipeline, name)) for name in family.text_encoders) == text_encoders
         assert family.text_encoders and not family.is_truncated(pipeline, "A fox through the four seasons")
         if adapter is not None:  # of rank 64, on 342 layers

@@ -15,9 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CLIPConfig
 
-import tiny_models
 from paco_trl.commands import doctor, reward
 from paco_trl.commands.doctor_arguments import parser_for
 from paco_trl.commands.main import main
@@ -43,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "paco_trl" / "recipes"
 sys.path.append(str(ROOT / "benchmarks" / "memory"))
 
-from memory_plan import CLIP_H, GIB, MODELS, QWEN_VL_7B, rows_of, write_configs  # noqa: E402
+from memory_plan import GIB, rows_of  # noqa: E402
 
 
 # What the parser of each command is made of
@@ -203,27 +201,13 @@ def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
     return [(tuple(shlex.split(options)), int(count or 1)) for count, options in found]
 
 
-@pytest.fixture(scope="module")
-def make_memory_plan(tmp_path_factory):
-    """Plans of commands, from published configs without weights."""
-    folder = tmp_path_factory.mktemp("published")
-    write_configs(tiny_models.build_tiny_qwen2_5_vl(folder / "judge").parent, {"judge": QWEN_VL_7B})
-    CLIPConfig(**CLIP_H).save_pretrained(folder / "clip")
-
-    @functools.cache
-    def make(recipe: str, options: tuple[str, ...]) -> MemoryPlan:
-        values = yaml.safe_load(text_of(recipe))
-        name = values["model_name_or_path"].split("/")[1]
-        if name not in MODELS:
-            return doctor.judge_plan(*parse(recipe, *options, "--model_name_or_path", str(folder / "judge")))
-        builder, configs, _ = MODELS[name]
-        if not (folder / name).exists():
-            write_configs(getattr(tiny_models, builder)(folder / name), configs)
-        local = {"model_name_or_path": name, "clip_model": "clip", "judge_model": "judge"}
-        local = [word for option, value in local.items() for word in (f"--{option}", str(folder / value))]
-        return doctor.image_plan(*parse(recipe, *options, *local), rows_of(1024, values.get("edits", False)))
-
-    return make
+@functools.cache
+def memory_plan(recipe: str, options: tuple[str, ...]) -> MemoryPlan:
+    """Plan a command from the packaged configs of its models, as where the Hub cannot be reached."""
+    if "reward" in recipe:
+        return doctor.judge_plan(*parse(recipe, *options))
+    is_editing = yaml.safe_load(text_of(recipe)).get("edits", False)
+    return doctor.image_plan(*parse(recipe, *options), rows_of(1024, is_editing))
 
 
 # Recipes that take the memory of another: noise, advantages and directories are none, as are steps without gradients
@@ -234,12 +218,12 @@ PLANNED_AS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, *PRESETS])
-def test_it_fits_the_memory_of_its_header(name, make_memory_plan):
+def test_it_fits_the_memory_of_its_header(name):
     header = text_of(name).split("\n# Model")[0]
     memory = int(re.search(r"GPUs? (?:of|with) (\d+) GB", header)[1])
     needed = []
     for options, num_processes in commands_of(name):
-        plan = make_memory_plan(PLANNED_AS.get(name, name), options)
+        plan = memory_plan(PLANNED_AS.get(name, name), options)
         needed.append(replace(plan, num_processes=num_processes).peak / GIB)
     assert max(needed) <= USABLE * memory
     said = re.search(r"takes ([\d.]+) GiB", header)

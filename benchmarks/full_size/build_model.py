@@ -2,7 +2,7 @@
 """
 Build a model with the real configs and random weights: what `full_size.py` rehearses a recipe on.
 
-    PYTHONPATH=tests:benchmarks/memory python benchmarks/full_size/build_model.py FLUX.1-dev models/flux
+    python benchmarks/full_size/build_model.py black-forest-labs/FLUX.1-dev models/flux
 
 The folder has the published layout: configs, tokenizers, and safetensors in shards, which are written one tensor after the
 other, so that 34 GB of weights take 3 GB of memory. A build that was interrupted continues with the shard it was at.
@@ -16,30 +16,27 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
 from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import AutoTokenizer
 
-import tiny_models
-from memory_plan import MODELS, write_configs
+from paco_trl.planning.known_models import write_known_model
 from paco_trl.rollout.loading import load_without_weights
-from paco_trl.tiny import build_tiny_flux, build_tiny_flux_kontext, build_tiny_stable_diffusion_3
+from paco_trl.tiny.qwen2_5_vl import vision_token_ids
 
 
-BUILDERS = {
-    function.__name__: function
-    for function in (build_tiny_flux, build_tiny_flux_kontext, build_tiny_stable_diffusion_3)
-}
 SHARD = 2**31  # bytes
-# Published tokenizers by the part of a pipeline: with `--tokenizers`, a folder that has them under these names
+# Published tokenizers by class: with `--tokenizers`, a folder that has them under these names
 TOKENIZERS = {
-    "FLUX.1-dev": {"tokenizer": "clip-vit-large-patch14", "tokenizer_2": "t5-v1_1-xxl"},
-    "FLUX.1-Kontext-dev": {"tokenizer": "clip-vit-large-patch14", "tokenizer_2": "t5-v1_1-xxl"},
-    # Qwen3 has the vocabulary of Qwen2.5, whose files lack a template
-    "FLUX.2-klein-base-4B": {"tokenizer": "qwen2.5-vl"},
+    "CLIPTokenizer": "clip-vit-large-patch14",
+    "T5Tokenizer": "t5-v1_1-xxl",
+    "Qwen2Tokenizer": "qwen2.5-vl",  # Qwen3 has its vocabulary
+    "Qwen2VLProcessor": "qwen2.5-vl",
 }
 
 
@@ -92,35 +89,46 @@ def write_weights(module: nn.Module, folder: Path, progress: tqdm) -> int:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Put a published tokenizer in the place of a trained one, whose chat template stays where it has none."""
-    template = target / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8") if template.exists() else None
-    shutil.rmtree(target)
-    target.mkdir()
+    """Put a published tokenizer in the place of a tiny one, and leave what else is there: a chat template, a processor."""
+    for file in target.glob("tokenizer*"):
+        file.unlink()
     for file in filter(Path.is_file, source.iterdir()):
         shutil.copyfile(file, target / file.name)  # not its permissions: the source may be read-only
-    if text is not None and not template.exists():
-        template.write_text(text, encoding="utf-8")
 
 
-def build_model(name: str, folder: Path, tokenizers: Path | None = None, configs: dict | None = None) -> Path:
+def write_parts(model: str, folder: Path, tokenizers: Path | None, configs: dict[str, dict[str, Any]]) -> None:
+    """Write what a model has without weights: configs, of which some entries may be others, and tokenizers."""
+    write_known_model(model, folder)
+    for part, (_, class_name) in read_parts(folder).items():
+        if tokenizers is not None and class_name in TOKENIZERS:
+            copy_tokenizer(tokenizers / TOKENIZERS[class_name], folder / part)
+        path = folder / part / "config.json"
+        if path.exists():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if "vision_config" in config:
+                config |= vision_token_ids(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+            path.write_text(json.dumps(config | configs.get(part, {})), encoding="utf-8")
+
+
+def read_parts(folder: Path) -> dict[str, list[str]]:
+    """Read the parts of a pipeline: name -> library and class."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    return {name: entry for name, entry in index.items() if isinstance(entry, list)}
+
+
+def build_model(
+    model: str, folder: Path, tokenizers: Path | None = None, configs: dict[str, dict[str, Any]] | None = None
+) -> Path:
     """
-    Build a model of `MODELS`, with other configs if they are given, and return its folder.
+    Build a model whose configs are packaged, with other entries of its configs if they are given, and return its folder.
 
     What is missing of an earlier build of the folder is built.
     """
-    builder, published, _ = MODELS[name]
     if not (folder / "model_index.json").exists():
         scratch = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(scratch, ignore_errors=True)
-        tiny = Path((BUILDERS.get(builder) or getattr(tiny_models, builder))(scratch))
-        write_configs(tiny, published if configs is None else configs)
-        for file in tiny.rglob("*.safetensors"):
-            file.unlink()
-        if tokenizers is not None:
-            for part, tokenizer in TOKENIZERS.get(name, {}).items():
-                copy_tokenizer(tokenizers / tokenizer, tiny / part)
-        tiny.rename(folder)
+        write_parts(model, scratch, tokenizers, configs or {})
+        scratch.rename(folder)
     pipeline = load_without_weights(str(folder), {"default": torch.bfloat16})
     modules = {part: module for part, module in pipeline.components.items() if isinstance(module, nn.Module)}
     total = sum(
@@ -128,18 +136,18 @@ def build_model(name: str, folder: Path, tokenizers: Path | None = None, configs
     )
     free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     if free < total:
-        raise OSError(f"{name} takes {total / 1e9:.1f} GB of disk, and {folder} has {free / 1e9:.1f} GB left.")
-    with tqdm(total=total, desc=f"Writing {name}", unit="B", unit_scale=True) as progress:
+        raise OSError(f"{model} takes {total / 1e9:.1f} GB of disk, and {folder} has {free / 1e9:.1f} GB left.")
+    with tqdm(total=total, desc=f"Writing {model}", unit="B", unit_scale=True) as progress:
         sizes = {part: write_weights(module, folder / part, progress) for part, module in modules.items()}
     described = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items())
-    print(f"{name} in {folder}: {sum(sizes.values()) / 1e9:.1f} GB ({described}).")
+    print(f"{model} in {folder}: {sum(sizes.values()) / 1e9:.1f} GB ({described}).")
     return folder
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=MODELS, help="Model.")
+    parser.add_argument("model", help="Hub id of a model of paco_trl/templates/known_models.yaml.")
     parser.add_argument("folder", type=Path, help="Directory of the model.")
     parser.add_argument("--tokenizers", type=Path, help="Directory of published tokenizers.")
     args = parser.parse_args()
-    build_model(args.name, args.folder, args.tokenizers)
+    build_model(args.model, args.folder, args.tokenizers)

@@ -46,6 +46,8 @@ OPTIONS = {
     "num_inference_steps": 3, "tail_steps": None, "num_inference_steps_eval": 2, "num_generations_eval": 1, "max_steps": 2,
     "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none", "use_cpu": True, "logging_steps": 1,
 }  # fmt: skip
+# Weights of a block that a token passes, in squares of the width
+SQUARES = {"FluxTransformer2DModel": 12, "QwenImageTransformer2DModel": 12, "Flux2Transformer2DModel": 13}
 REWARD = """
 from PIL import ImageStat
 
@@ -101,21 +103,32 @@ def plan(words: list[str], report: Path) -> None:
     def write(trainer, model: str, reward_funcs, args, train_dataset, *, peft_config=None, **kwargs) -> None:
         planned = plan_memory(model, args, train_dataset, peft_config)
         phases = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
-        calls = planned.run.transformer_calls(1)
-        fake_weights(planned.run.model, planned.run.mode)
-        with (
-            planned.run.mode,
-            planned.run.training_precision(),
-            torch.no_grad(),
-            FlopCounterMode(display=False) as counter,
-        ):
-            planned.run.model(**calls[0])
-        forward = {"forward_tflop": counter.get_total_flops() / 1e12, "calls_of_a_step": len(calls)}
-        report.write_text(json.dumps({"phases": phases} | forward), encoding="utf-8")
+        report.write_text(json.dumps({"phases": phases, "forward": count_operations(planned.run)}), encoding="utf-8")
         raise SystemExit
 
     RoundTrainer.__init__ = write  # type: ignore[method-assign]
     raise SystemExit(commands.main(words))
+
+
+def count_operations(run: Any) -> dict[str, Any]:
+    """Count the TFLOP of a forward without the adapter, on tensors without data, and compute them from its tokens."""
+    calls, model = run.transformer_calls(1), run.model
+    fake_weights(model, run.mode)
+    with run.mode, run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with model.disable_adapter():
+            model(**calls[0])
+    config, call = model.get_base_model().config, calls[0]
+    tokens = [call[name].shape[1] for name in ("hidden_states", "encoder_hidden_states")]
+    width = config.num_attention_heads * config.attention_head_dim
+    blocks = config.num_layers + config.get("num_single_layers", 0)
+    layers = 2 * SQUARES[config["_class_name"]] * width**2 * sum(tokens)
+    attention = 4 * sum(tokens) ** 2 * width
+    return {
+        "image tokens, text tokens": tokens,
+        "forwards of a step": sum(len(each["hidden_states"]) for each in calls),
+        "TFLOP, counted": round(counter.get_total_flops() / len(call["hidden_states"]) / 1e12, 3),
+        "TFLOP, by arithmetic": round(blocks * (layers + attention) / 1e12, 3),
+    }
 
 
 def load(model: Path, adapter: Path, report: Path) -> None:
@@ -178,7 +191,7 @@ def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
             name: value for name, value in (OPTIONS | options).items() if name not in ("report_to", "use_cpu")
         },
         "seconds": {name: round(value) for name, value in seconds.items()},
-        "forward, TFLOP": round(planned["forward_tflop"], 2),
+        "forward": planned["forward"],
         "plan, GiB": {
             name: {
                 place: {part: round(size / GIB, 2) for part, size in parts.items() if size > GIB / 100}
@@ -209,17 +222,24 @@ def main() -> None:
     parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")), help="Recipe.")
     parser.add_argument("--folder", type=Path, default=Path("full-size"), help="Directory of the models and runs.")
     parser.add_argument("--tokenizers", type=Path, help="Directory of published tokenizers.")
+    parser.add_argument("--blocks", type=int, help="Blocks of the transformer, where all of them do not fit.")
     parser.add_argument("--output", type=Path, help="JSON of the report.")
     args, rest = parser.parse_known_args()
     options = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
     settings = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
-    name = settings["model_name_or_path"].split("/")[1]
+    model = settings["model_name_or_path"]
+    path = args.folder / model.split("/")[1]
     args.folder.mkdir(parents=True, exist_ok=True)
     runs = args.folder / f"{args.recipe}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    if settings["model_name_or_path"] == JUDGE:
-        report = rehearse_judge(args.recipe, build_judge(args.folder / name, args.tokenizers), runs, options)
+    if model == JUDGE:
+        report = rehearse_judge(args.recipe, build_judge(path, args.tokenizers), runs, options)
     else:
-        report = rehearse(args.recipe, build_model(name, args.folder / name, args.tokenizers), runs, options)
+        configs = {}
+        if args.blocks is not None:
+            path = path.with_name(f"{path.name}-{args.blocks}-blocks")
+            configs = {"transformer": {"num_layers": args.blocks}}
+        report = rehearse(args.recipe, build_model(model, path, args.tokenizers, configs), runs, options)
+        report["blocks"] = args.blocks
     output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{output} has the report.")

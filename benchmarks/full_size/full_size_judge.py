@@ -35,13 +35,13 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from build_model import write_weights
-from memory_plan import QWEN_VL_7B, write_configs
+from build_model import copy_tokenizer, write_weights
 from paco_trl import PaCoReward
 from paco_trl.commands import main as commands
 from paco_trl.data import make_pair, theme_question
 from paco_trl.planning import plan_memory
 from paco_trl.planning.judge_run import judge_tokens
+from paco_trl.planning.known_models import write_known_model
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.tiny.qwen2_5_vl import vision_token_ids
@@ -62,34 +62,28 @@ PANEL = 112  # pixels of a side of a panel that it is trained on
 PORT = 8171
 
 
-def build_judge(folder: Path, tokenizers: Path | None, config: dict[str, Any] | None = None) -> Path:
-    """Build a judge of the published config, or of another one, with the published limits of pixels."""
+def build_judge(folder: Path, tokenizers: Path | None, changes: dict[str, Any] | None = None) -> Path:
+    """Build a judge of the published config, of which some entries may be others, with the published limits of pixels."""
     if not (folder / "config.json").exists():
         scratch = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(scratch, ignore_errors=True)
-        tiny = build_tiny_qwen2_5_vl(scratch)
-        processor = PaCoReward.load_processor(tiny)
+        processor = PaCoReward.load_processor(build_tiny_qwen2_5_vl(scratch))
+        for file in scratch.glob("*.safetensors*"):
+            file.unlink()
         if tokenizers is not None:
             template = processor.chat_template
-            for file in tiny.glob("tokenizer*"):
-                file.unlink()
-            for file in (tokenizers / "qwen2.5-vl").iterdir():
-                shutil.copyfile(file, tiny / file.name)  # not its permissions: the source may be read-only
-            processor.tokenizer = AutoTokenizer.from_pretrained(tiny)
+            copy_tokenizer(tokenizers / "qwen2.5-vl", scratch)
+            processor.tokenizer = AutoTokenizer.from_pretrained(scratch)
             processor.tokenizer.chat_template = template
         processor.image_processor = Qwen2VLImageProcessor(
             size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
         )
         processor.video_processor = Qwen2VLVideoProcessor()
-        processor.save_pretrained(tiny)
-        write_configs(tiny.parent, {tiny.name: QWEN_VL_7B if config is None else config})
-        model_config = AutoConfig.from_pretrained(tiny)
-        model_config.update(vision_token_ids(processor.tokenizer) | {"tie_word_embeddings": False})
-        model_config.dtype = torch.bfloat16
-        model_config.save_pretrained(tiny)
-        for file in tiny.glob("*.safetensors*"):
-            file.unlink()
-        tiny.rename(folder)
+        processor.save_pretrained(scratch)
+        config = AutoConfig.from_pretrained(write_known_model(JUDGE, scratch))
+        config.update(vision_token_ids(processor.tokenizer) | {"dtype": torch.bfloat16} | (changes or {}))
+        config.save_pretrained(scratch)
+        scratch.rename(folder)
     with init_empty_weights():
         network = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     total = sum(weight.nbytes for weight in network.state_dict().values())

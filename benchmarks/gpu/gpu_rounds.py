@@ -38,8 +38,8 @@ from transformers import CLIPConfig, CLIPModel, TrainerCallback
 
 import reward_scoring
 from editing_round import MODELS, SCALE, SETTINGS, Model, dataset_of, kontext_parts
-from memory_plan import CLIP_H
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.planning.known_models import known_configs
 from paco_trl.plots.figures import new_figure, png_bytes
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.tiny import build_tiny_flux
@@ -48,6 +48,8 @@ from tiny_models import build_tiny_clip
 
 # Dense bf16 operations a second, by the exact name of the card (data sheets of the SXM modules)
 PEAK_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+
+CLIP = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 BATCH, BACKEND, COMPILED = "per_device_train_batch_size", "attention_backend", "compile_repeated_blocks"
 CHECKPOINTING, ROLLOUT_BATCH = "gradient_checkpointing", "per_device_rollout_batch_size"
@@ -82,7 +84,7 @@ def clip_reward(args: argparse.Namespace) -> ClipTReward:
     reward = ClipTReward(build_tiny_clip(args.folder / "clip"))
     if args.real:
         with torch.device(args.device):
-            reward.model = CLIPModel(CLIPConfig(**CLIP_H)).eval().requires_grad_(False)
+            reward.model = CLIPModel(CLIPConfig(**known_configs()[CLIP]["config.json"])).eval().requires_grad_(False)
         reward.processor.image_processor.size = {"shortest_edge": 224}
         reward.processor.image_processor.crop_size = {"height": 224, "width": 224}
     return reward
@@ -154,7 +156,7 @@ def write_json(path: Path, report: dict) -> None:
 
 def build_pipeline(sweep: Sweep, device: str, is_real: bool, has_encoders: bool, folder: Path) -> DiffusionPipeline:
     """Build a pipeline with random bf16 weights; its encoders and its VAE are on the CPU, as after loading."""
-    flux = Model(FluxPipeline, build_tiny_flux, kontext_parts)  # FLUX.1-dev has the same parts
+    flux = Model("black-forest-labs/FLUX.1-dev", FluxPipeline, build_tiny_flux, kontext_parts)
     model = flux if sweep.model == "flux" else MODELS[sweep.model]
     tiny = model.pipeline_class.from_pretrained(model.build_tiny(folder / sweep.model))
     with torch.device("meta"):

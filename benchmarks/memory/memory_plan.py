@@ -6,7 +6,7 @@ Compare the memory plan of `paco-trl doctor` with allocations that were measured
 
 The plan runs forwards and backwards on tensors without data. Measured is what PyTorch's allocator reports
 (`torch.profiler`) while the same phase runs with real weights on the CPU, through the trainer's own generation and
-replay. The table of cards is arithmetic: it is the plan for the configs of published models, which are written below.
+replay. The table of cards is arithmetic: it is the plan for the packaged configs of published models.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
+from paco_trl.planning.known_models import write_known_model
 from paco_trl.planning.peaks import fake_weights, training_precision
 from paco_trl.planning.plan import USABLE
 from paco_trl.rewards import redness_reward
@@ -40,102 +41,15 @@ from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
 GIB = 2**30
 
-# ---- Published configs ----
-
-T5_XXL = {
-    "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu",
-    "is_gated_act": True, "dense_act_fn": "gelu_new",
-    "vocab_size": 32128,
-}  # fmt: skip
-CLIP_L = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "max_position_embeddings": 77, "projection_dim": 768, "vocab_size": 49408,
-}  # fmt: skip
-CLIP_G = {**CLIP_L, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
-          "projection_dim": 1280}  # fmt: skip
-VAE = {
-    "sample_size": 1024, "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "norm_num_groups": 32,
-}  # fmt: skip
-FLUX = {
-    "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
-    "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
-    "axes_dims_rope": [16, 56, 56],
-}  # fmt: skip
-SD3_MEDIUM = {
-    "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 24, "attention_head_dim": 64,
-    "num_attention_heads": 24, "joint_attention_dim": 4096, "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 384,
-    "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm",
-}  # fmt: skip
-QWEN_IMAGE = {
-    "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60, "attention_head_dim": 128,
-    "num_attention_heads": 24, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
-}  # fmt: skip
-FLUX2_KLEIN_4B = {
-    "patch_size": 1, "in_channels": 128, "num_layers": 5, "num_single_layers": 20, "attention_head_dim": 128,
-    "num_attention_heads": 24, "joint_attention_dim": 7680, "mlp_ratio": 3.0, "axes_dims_rope": [32] * 4,
-    "rope_theta": 2000,
-}  # fmt: skip
-QWEN3_4B = {
-    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_window_layers": 36,
-    "layer_types": ["full_attention"] * 36, "tie_word_embeddings": True,
-}  # fmt: skip
-FLUX2_VAE = {**VAE, "latent_channels": 32}
-QWEN_VL_7B = {
-    "text_config": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
-    },
-    "vision_config": {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
-        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-}  # fmt: skip
-CLIP_H = {  # of CLIP-T
-    "text_config": {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
-    },
-    "vision_config": {
-        "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "num_hidden_layers": 32,
-        "patch_size": 14,
-    },
-    "projection_dim": 1024,
-}  # fmt: skip
-QWEN_VAE = {
-    "base_dim": 96, "z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16, "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2, "temperal_downsample": [False, True, True],
-}  # fmt: skip
-
-# Model -> builder of the tiny pipeline whose tokenizers it uses, configs of its parts, guidance, resolutions
+# Published models whose table is made, and how they are guided
 MODELS = {
-    "FLUX.1-dev": (
-        "build_tiny_flux", {"transformer": FLUX, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": VAE}, {},
-    ),
-    "FLUX.1-Kontext-dev": (
-        "build_tiny_flux_kontext",
-        {"transformer": FLUX, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": VAE}, {},
-    ),
-    "Stable Diffusion 3.5 medium": (
-        "build_tiny_stable_diffusion_3",
-        {"transformer": SD3_MEDIUM, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL,
-         "vae": VAE},
-        {"guidance_scale": 4.5},
-    ),
-    "FLUX.2-klein-base-4B": (
-        "build_tiny_flux2_klein",
-        {"transformer": FLUX2_KLEIN_4B, "text_encoder": QWEN3_4B, "vae": FLUX2_VAE}, {"guidance_scale": 4.0},
-    ),
-    "Qwen-Image": (
-        "build_tiny_qwen_image", {"transformer": QWEN_IMAGE, "text_encoder": QWEN_VL_7B, "vae": QWEN_VAE},
-        {"guidance_scale": 4.0, "negative_prompt": " "},
-    ),
-    "Qwen-Image-Edit": (
-        "build_tiny_qwen_image_edit", {"transformer": QWEN_IMAGE, "text_encoder": QWEN_VL_7B, "vae": QWEN_VAE},
-        {"guidance_scale": 4.0, "negative_prompt": " "},
-    ),
-}  # fmt: skip
+    "black-forest-labs/FLUX.1-dev": {},
+    "black-forest-labs/FLUX.1-Kontext-dev": {},
+    "stabilityai/stable-diffusion-3.5-medium": {"guidance_scale": 4.5},
+    "black-forest-labs/FLUX.2-klein-base-4B": {"guidance_scale": 4.0},
+    "Qwen/Qwen-Image": {"guidance_scale": 4.0, "negative_prompt": " "},
+    "Qwen/Qwen-Image-Edit": {"guidance_scale": 4.0, "negative_prompt": " "},
+}
 TINY = {
     "build_tiny_flux": {},
     "build_tiny_stable_diffusion_3": {"guidance_scale": 4.5},
@@ -147,32 +61,6 @@ MEDIUM = {  # of 36 million weights
     "in_channels": 16, "num_layers": 2, "num_single_layers": 4, "num_attention_heads": 4, "attention_head_dim": 128,
     "joint_attention_dim": 16, "pooled_projection_dim": 16, "guidance_embeds": True,
 }  # fmt: skip
-
-
-def write_configs(folder: Path, configs: dict[str, dict]) -> None:
-    """Replace configs of a saved pipeline; its weights no longer fit, and are not read."""
-    for name, new in configs.items():
-        path = folder / name / "config.json"
-        old = json.loads(path.read_text(encoding="utf-8"))
-        merged = {**old, **{k: {**old.get(k, {}), **v} if isinstance(v, dict) else v for k, v in new.items()}}
-        if "text_config" in new:  # what a larger width needs
-            merged["text_config"].pop("layer_types", None)
-            merged["text_config"]["rope_parameters"] = {
-                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
-            }  # fmt: skip
-        path.write_text(json.dumps(merged), encoding="utf-8")
-    path = folder / "processor" / "processor_config.json"
-    if path.exists():  # a source image has as many tokens as with Qwen2.5-VL's own
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["image_processor"]["size"] = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
-        path.write_text(json.dumps(config), encoding="utf-8")
-    lengths = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2", "tokenizer_3": "text_encoder_3"}
-    for name, encoder in lengths.items():
-        path = folder / name / "tokenizer_config.json"
-        if path.exists() and encoder in configs and "text_config" not in configs[encoder]:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            config["model_max_length"] = configs[encoder].get("max_position_embeddings", 512)
-            path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def rows_of(size: int, is_editing: bool) -> Dataset:
@@ -285,14 +173,12 @@ def pair(planned: int, measured: int) -> dict:
 
 def plan_cards(folder: Path, name: str) -> list[dict]:
     """Plan a published model for each card, resolution and quantization."""
-    builder, configs, guidance = MODELS[name]
-    model, is_editing = getattr(tiny_models, builder)(folder / builder), "edit" in builder or "kontext" in builder
-    write_configs(Path(model), configs)
+    model, is_editing = write_known_model(name, folder / name), "Edit" in name or "Kontext" in name
     cells = []
     for size in (512, 1024):
         args = settings(
             folder, 1024, bf16=True, resolution_scale=size / 1024, num_generations=16, num_prompts_per_generation=42,
-            per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **guidance,
+            per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **MODELS[name],
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
         calls = plan.run.transformer_calls(1)

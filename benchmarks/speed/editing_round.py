@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import datasets
@@ -48,7 +49,6 @@ from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -59,9 +59,11 @@ from transformers import (
 
 from grpo_step import Stopwatch, machine, peak_memory, reset_peak_memory
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.planning.known_models import known_configs
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.encoder import EncodedRows, PromptEmbeddings, PromptEncoder
 from paco_trl.tiny.flux import build_vae
+from paco_trl.tiny.qwen2_5_vl import vision_token_ids
 from paco_trl.trainer.round_schedule import TrainingRound
 from tiny_models import build_tiny_flux_kontext, build_tiny_qwen_image_edit
 
@@ -109,130 +111,114 @@ SETTINGS = {
 # ---- Models ----
 
 
-def kontext_parts(tiny: FluxKontextPipeline, layers: int | None, width: int | None, is_real: bool) -> dict:
-    """
-    Parts of FLUX.1-Kontext that take the place of the tiny pipeline's.
+def real_parts(model: str, tiny: DiffusionPipeline, layers: int | None = None, width: int | None = None) -> dict:
+    """Parts of a published model, by its packaged configs, with random weights; the tokenizers stay the tiny pipeline's."""
+    configs, parts = known_configs()[model], {}
+    for name, entry in configs["model_index.json"].items():
+        if f"{name}/config.json" not in configs:
+            continue
+        part_class, config = getattr(import_module(entry[0]), entry[1]), configs[f"{name}/config.json"]
+        if name == "transformer":
+            if layers is not None:
+                config |= {"num_layers": layers}
+                if "Flux" in entry[1]:
+                    config["num_single_layers"] = 2 * layers
+            if width is not None:
+                config["num_attention_heads"] = width // HEAD
+        if "vision_config" in config:
+            config |= vision_token_ids(tiny.tokenizer)
+        is_diffusers = entry[0] == "diffusers"
+        parts[name] = part_class.from_config(config) if is_diffusers else part_class(part_class.config_class(**config))
+    return parts
 
-    Reduced, the T5 has about the fraction of a forward's arithmetic that T5-XXL has (0.2), and the VAE the factor of 8.
+
+def kontext_parts(tiny: FluxKontextPipeline, layers: int | None, width: int | None) -> dict:
     """
-    clip = {}
-    if is_real:
-        clip = {
-            "vocab_size": 49408,
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 77,
-            "projection_dim": 768,
-            "hidden_act": "quick_gelu",
-        }
-        t5 = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-        transformer = {"num_layers": layers or 19, "num_single_layers": 2 * (layers or 19)}
-        vae = AutoencoderKL(
-            sample_size=1024,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(128, 256, 512, 512),
-            layers_per_block=2,
-            latent_channels=16,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
-    else:
-        t5 = {"vocab_size": len(tiny.tokenizer_2), "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_heads": 4}
-        t5["num_layers"] = 1
-        transformer = {
-            "in_channels": 16,
-            "joint_attention_dim": 256,
-            "pooled_projection_dim": 16,
-            "num_layers": layers or LAYERS,
-            "num_single_layers": 2 * (layers or LAYERS),
-        }
-        vae = build_vae(scaling_factor=0.3611, shift_factor=0.1159, num_halvings=3)
-        vae = AutoencoderKL(**{**vae.config, "block_out_channels": (4,) * 4})
-    heads = (width or (24 if is_real else 1) * HEAD) // HEAD
+    Parts that take the place of the tiny FLUX.1-Kontext's.
+
+    The T5 has about the fraction of a forward's arithmetic that T5-XXL has (0.2), and the VAE the factor of 8.
+    """
+    t5 = {
+        "vocab_size": len(tiny.tokenizer_2),
+        "d_model": 256,
+        "d_kv": 64,
+        "d_ff": 1024,
+        "num_heads": 4,
+        "num_layers": 1,
+    }
+    vae = build_vae(scaling_factor=0.3611, shift_factor=0.1159, num_halvings=3)
     return {
-        "text_encoder": CLIPTextModel(CLIPTextConfig(**{**tiny.text_encoder.config.to_dict(), **clip})),
+        "text_encoder": CLIPTextModel(tiny.text_encoder.config),
         "text_encoder_2": T5EncoderModel(T5Config(**t5, feed_forward_proj="gated-gelu")),
-        "vae": vae,
+        "vae": AutoencoderKL(**{**vae.config, "block_out_channels": (4,) * 4}),
         "transformer": FluxTransformer2DModel(
-            **transformer, num_attention_heads=heads, attention_head_dim=HEAD, guidance_embeds=True
+            in_channels=16,
+            joint_attention_dim=256,
+            pooled_projection_dim=16,
+            num_layers=layers or LAYERS,
+            num_single_layers=2 * (layers or LAYERS),
+            num_attention_heads=(width or HEAD) // HEAD,
+            attention_head_dim=HEAD,
+            guidance_embeds=True,
         ),
     }
 
 
-def qwen_image_edit_parts(tiny: QwenImageEditPipeline, layers: int | None, width: int | None, is_real: bool) -> dict:
+def qwen_image_edit_parts(tiny: QwenImageEditPipeline, layers: int | None, width: int | None) -> dict:
     """
-    Parts of Qwen-Image-Edit that take the place of the tiny pipeline's, whose VAE has the real factor of 8.
+    Parts that take the place of the tiny Qwen-Image-Edit's, whose VAE has the real factor of 8.
 
-    Reduced, the text encoder has about the fraction of a forward's arithmetic that Qwen2.5-VL-7B has (0.26).
+    The text encoder has about the fraction of a forward's arithmetic that Qwen2.5-VL-7B has (0.26).
     """
     config = tiny.text_encoder.config.to_dict()
-    if is_real:
-        text = {
-            "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "layer_types": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        }
-        vision = {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        }
-        config["tie_word_embeddings"] = False
-        transformer = {"num_layers": layers or 60}
-        vae = AutoencoderKLQwenImage()
-    else:
-        text = {
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_hidden_layers": 1,
-            "layer_types": None,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
-        }
-        vision = {}
-        transformer = {
-            "in_channels": 16,
-            "out_channels": 4,
-            "joint_attention_dim": 256,
-            "num_layers": layers or LAYERS,
-        }
-        vae = AutoencoderKLQwenImage(**{**tiny.vae.config, "base_dim": 2})
-    config["text_config"] |= {**text, "max_position_embeddings": 32768, "initializer_range": 0.02}
-    config["vision_config"] |= {**vision, "out_hidden_size": text["hidden_size"], "initializer_range": 0.02}
-    heads = (width or (24 if is_real else 1) * HEAD) // HEAD
+    config["text_config"] |= {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 1,
+        "layer_types": None,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+    }
+    config["vision_config"] |= {"out_hidden_size": 256, "initializer_range": 0.02}
     return {
         "text_encoder": Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config)),
-        "vae": vae,
-        "transformer": QwenImageTransformer2DModel(**transformer, num_attention_heads=heads, attention_head_dim=HEAD),
+        "vae": AutoencoderKLQwenImage(**{**tiny.vae.config, "base_dim": 2}),
+        "transformer": QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            joint_attention_dim=256,
+            num_layers=layers or LAYERS,
+            num_attention_heads=(width or HEAD) // HEAD,
+            attention_head_dim=HEAD,
+        ),
     }
 
 
 @dataclass
 class Model:
-    """A kind of pipeline: where its tiny one comes from, and the parts that replace it."""
+    """A published model, where its tiny one comes from, and the parts that replace it."""
 
+    name: str
     pipeline_class: type[DiffusionPipeline]
     build_tiny: Callable
-    parts: Callable
+    small_parts: Callable
+
+    def parts(self, tiny: DiffusionPipeline, layers: int | None, width: int | None, is_real: bool) -> dict:
+        if is_real:
+            return real_parts(self.name, tiny, layers, width)
+        return self.small_parts(tiny, layers, width)
 
 
 MODELS = {
-    "kontext": Model(FluxKontextPipeline, build_tiny_flux_kontext, kontext_parts),
-    "qwen-image-edit": Model(QwenImageEditPipeline, build_tiny_qwen_image_edit, qwen_image_edit_parts),
+    "kontext": Model(
+        "black-forest-labs/FLUX.1-Kontext-dev", FluxKontextPipeline, build_tiny_flux_kontext, kontext_parts
+    ),
+    "qwen-image-edit": Model(
+        "Qwen/Qwen-Image-Edit", QwenImageEditPipeline, build_tiny_qwen_image_edit, qwen_image_edit_parts
+    ),
 }
 
 

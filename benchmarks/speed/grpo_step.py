@@ -41,6 +41,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.data import demo_prompts_path
+from paco_trl.planning.known_models import known_configs
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout import replay
@@ -54,6 +55,7 @@ from published_loop import PublishedLoop, count_forwards, forwards_by_kind
 # Dense bf16 of the data sheets, https://www.nvidia.com/en-us/data-center/h200/ (H100 SXM: the same)
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 
+FLUX = known_configs()["black-forest-labs/FLUX.1-dev"]  # file -> content
 ROWS, COLS = 2, 2  # panels of an image
 SWEPT = ("batch_size", "attention_backend", "compiled", "gradient_checkpointing")
 DEFAULTS, COSTS = "defaults", "published costs"
@@ -94,33 +96,10 @@ SIZES = {
         num_prompts=1,
     ),
     "flux-dev": Size(
-        transformer={},  # the defaults of FluxTransformer2DModel, except `guidance_embeds`
-        clip={
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 77,
-            "projection_dim": 768,
-            "hidden_act": "quick_gelu",
-        },
-        t5={
-            "d_model": 4096,
-            "d_kv": 64,
-            "d_ff": 10240,
-            "num_layers": 24,
-            "num_heads": 64,
-            "feed_forward_proj": "gated-gelu",
-        },
-        vae={
-            "sample_size": 1024,
-            "down_block_types": ("DownEncoderBlock2D",) * 4,
-            "up_block_types": ("UpDecoderBlock2D",) * 4,
-            "block_out_channels": (128, 256, 512, 512),
-            "layers_per_block": 2,
-            "latent_channels": 16,
-            "norm_num_groups": 32,
-        },
+        transformer=FLUX["transformer/config.json"],
+        clip=FLUX["text_encoder/config.json"],
+        t5=FLUX["text_encoder_2/config.json"],
+        vae=FLUX["vae/config.json"],
         max_tokens=512,
         lora_rank=64,
         resolutions=(512, 1024),
@@ -140,7 +119,7 @@ def build_pipeline(args: argparse.Namespace) -> FluxPipeline:
         if size.clip is not None:
             config = {**pipeline.text_encoder.config.to_dict(), **size.clip}
             pipeline.text_encoder = CLIPTextModel(CLIPTextConfig(**config))
-            pipeline.tokenizer.model_max_length = size.clip["max_position_embeddings"]
+            pipeline.tokenizer.model_max_length = pipeline.text_encoder.config.max_position_embeddings
         if size.t5 is not None:
             t5 = {**size.t5, "num_layers": args.encoder_layers or size.t5["num_layers"]}
             pipeline.text_encoder_2 = T5EncoderModel(T5Config(vocab_size=len(pipeline.tokenizer_2), **t5))
@@ -152,7 +131,7 @@ def build_pipeline(args: argparse.Namespace) -> FluxPipeline:
             for name in ("num_layers", "num_single_layers", "num_attention_heads"):
                 if getattr(args, name) is not None:
                     shape[name] = getattr(args, name)
-            pipeline.transformer = FluxTransformer2DModel(**shape, guidance_embeds=True)
+            pipeline.transformer = FluxTransformer2DModel.from_config({**shape, "guidance_embeds": True})
     torch.set_default_dtype(torch.float32)
     if size.max_tokens is not None:
         pipeline.tokenizer_2.model_max_length = size.max_tokens

@@ -33,30 +33,14 @@ from transformers import (
 
 from paco_trl import PaCoReward
 from paco_trl.data import theme_question
+from paco_trl.planning.known_models import known_configs
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 
 
 THEME = "A red fox walks through the four seasons of the same birch forest, drawn in watercolour"
 
-# Sizes of Qwen2.5-VL-7B, and of a model that a CPU runs in seconds
-REAL_TEXT = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
-}
-REAL_VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
+# Of Qwen2.5-VL-7B, and of a model that a CPU runs in seconds
+REAL = known_configs()["Qwen/Qwen2.5-VL-7B-Instruct"]["config.json"]
 SMALL_TEXT = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -86,8 +70,8 @@ def load_model(args: argparse.Namespace, vocabulary: int | None = None):
     text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
     del text["layer_types"]  # follows from the number of layers
     is_real = args.model_size == "real"
-    text.update(REAL_TEXT if is_real else SMALL_TEXT)
-    vision.update(REAL_VISION if is_real else SMALL_VISION)
+    text.update(REAL["text_config"] if is_real else SMALL_TEXT)
+    vision.update(REAL["vision_config"] if is_real else SMALL_VISION)
     if vocabulary is not None:
         text["vocab_size"] = vocabulary
     config = Qwen2_5_VLConfig(**{**config.to_dict(), "text_config": text, "vision_config": vision})

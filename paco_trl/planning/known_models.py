@@ -4,9 +4,17 @@
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
-from transformers import PreTrainedTokenizerBase, T5Tokenizer
+from transformers import (
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    T5Tokenizer,
+)
 
 from ..tiny.flux import train_clip_tokenizer
 from ..tiny.qwen2_5_vl import train_judge_tokenizer
@@ -14,24 +22,34 @@ from ..utils.files import read_template
 from ..utils.model_files import find_model_file
 
 
+def known_configs() -> dict[str, dict[str, dict[str, Any]]]:
+    """Read the packaged configs: model -> file -> content."""
+    return yaml.safe_load(read_template("known_models.yaml"))
+
+
 def resolve_model_configs(model: str, folder: str) -> str:
     """Return `model`, or if its configs cannot be read, a directory in `folder` with the packaged copies."""
-    configs = yaml.safe_load(read_template("known_models.yaml")).get(model)
+    configs = known_configs().get(model)
     with suppress(OSError):  # a gated model, for example
         if configs is None or all(find_model_file(model, name) is not None for name in configs):
             return model
-    path = Path(folder) / model
+    return str(write_known_model(model, Path(folder) / model))
+
+
+def write_known_model(model: str, folder: Path) -> Path:
+    """Write the packaged configs of a model, and tokenizers of a tiny vocabulary, into a directory, and return it."""
+    configs = known_configs()[model]
     for name, content in configs.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(json.dumps(content), encoding="utf-8")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
     for name, entry in configs.get("model_index.json", {}).items():
-        if name.startswith("tokenizer"):
-            _build_tokenizer(entry[1]).save_pretrained(path / name)
-    return str(path)
+        if name.startswith(("tokenizer", "processor")):
+            _build_tokenizer(entry[1]).save_pretrained(folder / name)
+    return folder
 
 
-def _build_tokenizer(class_name: str) -> PreTrainedTokenizerBase:
-    """Build a tokenizer with a tiny vocabulary, which pads prompts to the real length."""
+def _build_tokenizer(class_name: str) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Build a tokenizer with a tiny vocabulary that pads prompts to the real length, or a processor with the real limits."""
     if class_name == "CLIPTokenizer":
         return train_clip_tokenizer([], 514, max_length=77)
     if class_name == "T5Tokenizer":
@@ -39,4 +57,8 @@ def _build_tokenizer(class_name: str) -> PreTrainedTokenizerBase:
         return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
     tokenizer = train_judge_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
+    if class_name == "Qwen2VLProcessor":
+        size = {"shortest_edge": 56**2, "longest_edge": 16384 * 28**2}
+        images, videos = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size)
+        return Qwen2VLProcessor(images, tokenizer, videos, tokenizer.chat_template)
     return tokenizer
