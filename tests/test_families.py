@@ -37,7 +37,7 @@ from paco_trl.rollout import (
     keyed_generator,
     replay,
 )
-from paco_trl.rollout.adapters import load_transformer_adapter
+from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 from paco_trl.rollout.encoder import PromptEncoder
 from paco_trl.rollout.families import flux2, longcat_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline
@@ -514,13 +514,15 @@ class TestUnusedLayers:
         assert not np.array_equal(image, plain)
 
         pipeline = load_qwen()
-        model = prepare_transformer(pipeline, family, str(tmp_path / "earlier"), autocast_adapter_dtype=True)
+        adapter = SavedAdapter.read(str(tmp_path / "earlier"), pipeline)
+        model = prepare_transformer(pipeline, family, adapter, autocast_adapter_dtype=True)
         assert layers_with_adapter(model) == layers_with_adapter(earlier) - unused
         assert all(parameter.requires_grad for name, parameter in model.named_parameters() if ".lora_" in name)
         assert np.array_equal(generate(pipeline, model), image)
         model.save_pretrained(tmp_path / "saved")
         pipeline = load_qwen()
-        model = load_transformer_adapter(pipeline.transformer, str(tmp_path / "saved"), "tiny")
+        adapter = SavedAdapter.read(str(tmp_path / "saved"), "tiny")
+        model = load_transformer_adapter(pipeline.transformer, adapter)
         assert np.array_equal(generate(pipeline, model), image)
 
 

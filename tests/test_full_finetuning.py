@@ -265,7 +265,7 @@ class TestContinuedAdapter:
         assert 0 < len(of_block) < len(weights)
         deeper = {name.replace("blocks.0.", "blocks.7."): value.clone() for name, value in of_block.items()}
         save_file(weights | deeper if is_deeper else of_block, file)
-        with pytest.raises(ValueError, match="does not fit tiny-flux"):
+        with pytest.raises(ValueError, match="does not fit FluxTransformer2DModel"):
             make_small(peft_config=str(file.parent))
 
     def test_a_folder_without_an_adapter(self, adapter, tmp_path, make_small):

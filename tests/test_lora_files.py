@@ -19,6 +19,7 @@ from hub_server import HubServer
 from paco_trl import generation
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
 from paco_trl.rollout import family_of
+from paco_trl.rollout.adapters import SavedAdapter
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.lora_files import convert_lora
 from paco_trl.rollout.policy_building import prepare_transformer
@@ -142,7 +143,7 @@ def base_of(tmp_path_factory):
 def start(base: DiffusionPipeline, adapter: Path | str) -> PeftModel:
     """The model that training with this adapter starts from."""
     pipeline = load_pipeline(fresh(base), torch.float32)
-    return prepare_transformer(pipeline, family_of(pipeline), str(adapter), autocast_adapter_dtype=True)
+    return prepare_transformer(pipeline, family_of(pipeline), SavedAdapter.read(str(adapter), pipeline), True)
 
 
 def in_diffusers(base: DiffusionPipeline, adapter: Path) -> DiffusionPipeline:
@@ -351,6 +352,6 @@ def test_a_file_on_the_hub(base_of, tmp_path):
         branches = hub.add_repo("user/base", {"model_index.json": index}).branches
         branches["next"] = branches.pop("main")
         arguments = ScriptArguments(model_name_or_path="user/base", adapter=str(file))
-        assert get_peft_config(arguments, {"revision": "next"}) == str(file)
+        assert get_peft_config(arguments, {"revision": "next"}).name == str(file)
         with pytest.raises(OSError, match="user/base"):
             get_peft_config(arguments)

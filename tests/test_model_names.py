@@ -8,7 +8,7 @@ from hub_server import HubServer
 from paco_trl import PaCoReward, generation
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.rewards import ClipTReward
-from paco_trl.rollout.adapters import read_peft_config
+from paco_trl.rollout.adapters import SavedAdapter
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.utils.names import check_model_name
 
@@ -16,7 +16,7 @@ from paco_trl.utils.names import check_model_name
 LOADERS = {
     "clip": ClipTReward,
     "judge": PaCoReward.from_pretrained,
-    "adapter": lambda name: read_peft_config(name, "base"),
+    "adapter": lambda name: SavedAdapter.read(name, "base"),
     "pipeline": lambda name: load_pipeline(name, torch.float32),
     "pipeline of a benchmark": lambda name: generation.load_for_inference(name, dtype=torch.float32)[0],
     "merge": lambda name: merge(MergeArguments(name, "merged")),

@@ -20,7 +20,16 @@ from trl import ModelConfig, get_peft_config
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout import FAMILIES, Family, FluxFamily, RecordedStep, SDESettings, UnlistedFamily, sde_step
+from paco_trl.rollout import (
+    FAMILIES,
+    Family,
+    FluxFamily,
+    RecordedStep,
+    SDESettings,
+    UnlistedFamily,
+    adapters,
+    sde_step,
+)
 from paco_trl.rollout.policy import score_step
 from paco_trl.trainer.losses import (
     PolicyStep,
@@ -285,6 +294,15 @@ class TestSavedAdapter:
         assert not any(
             torch.equal(value, before[name.replace(".default.", ".")]) for name, value in weights_of(trainer).items()
         )
+
+    def test_is_read_once(self, make_small, saved, monkeypatch):
+        """Its files may be gigabytes."""
+        names, read = [], adapters.load_peft_weights
+        monkeypatch.setattr(
+            adapters, "load_peft_weights", lambda *args, **kwargs: names.append(args) or read(*args, **kwargs)
+        )
+        make_small(peft_config=str(saved))
+        assert names == [(str(saved),)]
 
     def test_its_settings_for_a_new_one(self, make_small, saved):
         """peft#2840: the config says `inference_mode`."""

@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import tiny_models
 from paco_trl import PaCoReward
 from paco_trl.rollout import family_of
+from paco_trl.rollout.adapters import SavedAdapter
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.utils.names import is_same_model
@@ -202,13 +203,17 @@ def test_an_adapter_of_a_pipeline_is_continued(tmp_path):
     assert np.abs(tuned - before).mean() > 2  # the adapter does something
 
     pipeline = load_pipeline(base, torch.float32)
-    continued = prepare_transformer(pipeline, family_of(pipeline), str(tmp_path / "adapter"), True)
+    continued = prepare_transformer(
+        pipeline, family_of(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
+    )
     assert np.array_equal(predict(continued), tuned)
     assert any(parameter.requires_grad for parameter in continued.parameters())
     change(tmp_path / "adapter", with_unknown)
     pipeline = load_pipeline(base, torch.float32)
     with pytest.raises(ValueError, match="blocks.7"):
-        prepare_transformer(pipeline, family_of(pipeline), str(tmp_path / "adapter"), True)
+        prepare_transformer(
+            pipeline, family_of(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
+        )
 
 
 @pytest.mark.parametrize(

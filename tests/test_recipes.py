@@ -371,7 +371,7 @@ class TestTypedOptions:
         assert found <= {*left_out.split(), "lora_target_modules"}  # the layers are those of the model that is typed
         assert values["lora_target_modules"] is None
         if "--adapter" in typed:
-            assert peft_config == str(tmp_path / "adapter")
+            assert peft_config.name == str(tmp_path / "adapter")
         else:
             assert (peft_config is None) == ("use_peft" in typed)
         # Nothing else that the recipe has is changed

@@ -17,7 +17,7 @@ from paco_trl.data import edit_consistency_question, edit_following_question
 from paco_trl.evaluation import auroc
 from paco_trl.image_benchmarks.statistics import Unit
 from paco_trl.rewards import EditReward, RubricReward
-from paco_trl.rollout.adapters import load_transformer_adapter
+from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 
 from .before_and_after import GREEN, RED, choose_sets, remove_frame
 from .edit_world import EDIT_PANELS, EDIT_SIZE, EditTruth, judge_edit, make_edits, read_edit
@@ -109,7 +109,9 @@ def edit_and_read(
     """Edit the sources of the test prompts at full resolution, and read from the pixels what they show."""
     pipeline = load_toy_kontext()
     if adapter is not None:
-        pipeline.transformer = load_transformer_adapter(pipeline.transformer, str(adapter), pipeline)
+        pipeline.transformer = load_transformer_adapter(
+            pipeline.transformer, SavedAdapter.read(str(adapter), pipeline)
+        )
     truths = {}
     for noise in range(settings.test_seeds):
         images = pipeline(

@@ -32,6 +32,7 @@ from ..rewards.checks import check_columns
 from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import FAMILIES, family_of
+from ..rollout.adapters import SavedAdapter
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.loading import is_buildable, load_without_weights, read_index
@@ -160,7 +161,7 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
                 first_spec.model, {"default": torch.float32}, encodes=False, **first_spec.hub_arguments
             )
             if system.adapter is not None:
-                check_trained(pipeline, family_of(pipeline), system.adapter)
+                check_trained(pipeline, family_of(pipeline), SavedAdapter.read(system.adapter, pipeline))
     return [first_spec.base, *systems]
 
 

@@ -20,7 +20,7 @@ from ..hub.cards import save_card
 from ..hub.licenses import base_license
 from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
-from ..rollout.adapters import load_transformer_adapter, read_peft_config
+from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..utils.errors import OptionError
 from ..utils.files import new_folder
 from ..utils.model_files import find_model_file, models_near, peft_folder
@@ -41,17 +41,17 @@ def merge(args: MergeArguments) -> None:
             adapter = str(find_saved_model(Path(adapter)))
         peft = peft_folder(adapter)  # rejects pickles before the base model is read
         adapter = peft or adapter
-        base, revision, config = args.model_name_or_path, None, None
+        base, revision, saved = args.model_name_or_path, None, None
         if peft is not None or base is not None:
-            config = read_peft_config(adapter, str(base))
-            if not isinstance(config, LoraConfig):
-                raise OptionError(f"The adapter '{adapter}' is a {config.peft_type}; only LoRA can be merged.")
+            saved = SavedAdapter.read(adapter, str(base))
+            if not isinstance(saved.config, LoraConfig):
+                raise OptionError(f"The adapter '{adapter}' is a {saved.config.peft_type}; only LoRA can be merged.")
             if base is None:
-                base, revision = config.base_model_name_or_path, config.revision
+                base, revision = saved.config.base_model_name_or_path, saved.config.revision
                 base = next(iter(models_near(adapter, [base] if base else [])), base)
-        if config is None or not base:
+        if saved is None or not base:
             raise OptionError(f"The adapter '{adapter}' names no base model. Pass it as `--model_name_or_path`.")
-        check_adapter_base(adapter, config.base_model_name_or_path, base)
+        check_adapter_base(adapter, saved.config.base_model_name_or_path, base)
         index = find_model_file(base, "model_index.json", revision=revision)  # a judge has none
         merge_weights = _merge_judge if index is None else _merge_transformer  # return the dtype
         path = find_model_file(
@@ -63,10 +63,10 @@ def merge(args: MergeArguments) -> None:
                 "changes. Use the unquantized model, also in the adapter's `base_model_name_or_path`."
             )
         say("merge", f"Merging '{adapter}' into '{base}'.")
-        dtype = merge_weights(adapter, base, revision, args.dtype, folder)
+        dtype = merge_weights(saved, base, revision, args.dtype, folder)
 
         title = Path(args.output_dir).absolute().name
-        saved_card, lora = load_settings(peft) if peft else None, LoRA(config.r, config.lora_alpha)
+        saved_card, lora = load_settings(peft) if peft else None, LoRA(saved.config.r, saved.config.lora_alpha)
         card_fields: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
         card_fields |= {"base_model": base, "license": base_license(base, online=True)}
         if index is None:
@@ -89,14 +89,14 @@ def merge(args: MergeArguments) -> None:
         save_card(card, folder)
 
 
-def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
+def _merge_judge(adapter: SavedAdapter, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
     network = AutoModelForImageTextToText.from_pretrained(
         base, revision=revision, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
-    network = _merge_layers(load_judge_adapter(network, adapter))
-    has_own_processor = has_processor(adapter)
+    network = _merge_layers(load_judge_adapter(network, adapter.name))
+    has_own_processor = has_processor(adapter.name)
     processor = AutoProcessor.from_pretrained(
-        adapter if has_own_processor else base,
+        adapter.name if has_own_processor else base,
         revision=None if has_own_processor else revision,
         trust_remote_code=False,
     )
@@ -105,7 +105,7 @@ def _merge_judge(adapter: str, base: str, revision: str | None, dtype: str | Non
     return str(network.dtype).removeprefix("torch.")
 
 
-def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
+def _merge_transformer(adapter: SavedAdapter, base: str, revision: str | None, dtype: str | None, folder: Path) -> str:
     transformer_arguments = {"revision": revision, "subfolder": "transformer"}
     if dtype is None:  # use the dtype of the files, since diffusers would load float32
         index = find_model_file(base, f"{_WEIGHTS}.index.json", **transformer_arguments)
@@ -118,7 +118,7 @@ def _merge_transformer(adapter: str, base: str, revision: str | None, dtype: str
     transformer = diffusers.AutoModel.from_pretrained(
         base, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, **transformer_arguments
     )
-    transformer = _merge_layers(load_transformer_adapter(transformer, adapter, base))
+    transformer = _merge_layers(load_transformer_adapter(transformer, adapter))
     save_transformer(transformer, transformer.state_dict(), folder)
     return dtype
 

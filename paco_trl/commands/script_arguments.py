@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from .. import PaCoGRPOConfig
+    from ..rollout.adapters import SavedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -470,25 +471,26 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     return [loaded[name] for name in evaluation.rewards]
 
 
-def get_peft_config(script_args: ScriptArguments, model_init_kwargs: dict | None = None) -> "LoraConfig | str | None":
+def get_peft_config(
+    script_args: ScriptArguments, model_init_kwargs: dict | None = None
+) -> "LoraConfig | SavedAdapter | None":
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     from peft import LoraConfig
 
-    from ..rollout.adapters import check_image_adapter, read_peft_config
+    from ..rollout.adapters import check_peft_config
 
     if not script_args.use_peft:
         return None
     if script_args.adapter is not None:
-        check_image_adapter(script_args.adapter)
-        existing = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
+        adapter: Any = check_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
-            value, its = getattr(script_args, option), getattr(existing, name)
+            value, its = getattr(script_args, option), getattr(adapter.config, name)
             if value is not None and (set(value) if isinstance(value, list) else value) != its:
                 raise OptionError(
                     f"`--{option}` is {value}, but the adapter has {its}. Leave it out.", option, "adapter"
                 )
-        return script_args.adapter
+        return adapter
     rank = 64 if script_args.lora_r is None else script_args.lora_r
     return LoraConfig(
         r=rank,

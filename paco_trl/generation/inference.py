@@ -20,7 +20,7 @@ from torch import nn
 from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
 from ..hub.settings import ImageModelCard, load_settings
 from ..rollout import FAMILIES, family_of
-from ..rollout.adapters import load_transformer_adapter, read_peft_config
+from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..rollout.loading import read_index
 from ..rollout.policy_building import store_as_fp8
 from ..utils.files import read_record
@@ -137,7 +137,8 @@ class LoadingSpec:
         if self.adapter is not None:
             # With fp8 storage, load the adapter in the compute dtype, to which diffusers would not cast it
             options: dict[str, Any] = {"autocast_adapter_dtype": self.quantization != "fp8_storage"}
-            pipeline.transformer = load_transformer_adapter(transformer, self.adapter, pipeline, **options)
+            adapter = SavedAdapter.read(self.adapter, pipeline)
+            pipeline.transformer = load_transformer_adapter(transformer, adapter, **options)
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
         if self.offload and execution_device.type != "cpu":
@@ -278,7 +279,9 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
         return replace(source, transformer=name)
     if peft is None and not _is_of_transformer(name, read_index(base, source.hub_arguments)):
         return replace(source, lora=name)
-    check_adapter_base(name, read_peft_config(name, base, source.hub_arguments).base_model_name_or_path, base)
+    check_adapter_base(
+        name, SavedAdapter.read(name, base, **source.hub_arguments).config.base_model_name_or_path, base
+    )
     return replace(source, adapter=name)
 
 

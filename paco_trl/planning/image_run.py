@@ -22,7 +22,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from ..rewards.paco_reward import read_judge_config
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
-from ..rollout.adapters import read_peft_config
+from ..rollout.adapters import SavedAdapter, check_peft_config
 from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.loading import load_without_weights
@@ -84,7 +84,7 @@ class ImageRun:
     def _load(self, model: str, peft_config: Any) -> None:
         args, init = self.args, self.args.model_init_kwargs or {}
         dtype = torch.bfloat16 if args.bf16 else torch.float32
-        is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, str)
+        is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, SavedAdapter | str)
         self.training_precision = functools.partial(training_precision, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
         pipeline = load_without_weights(model, dtypes, **hub_arguments(init))
@@ -92,8 +92,7 @@ class ImageRun:
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
         if is_continued:
-            peft_config = read_peft_config(peft_config, model, init)
-            peft_config.inference_mode = False
+            peft_config = check_peft_config(peft_config, model, init).config
         with init_empty_weights():
             keep_dtype_of_norms(pipeline.transformer)
             self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)

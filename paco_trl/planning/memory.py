@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from ..rewards.paco_reward import read_judge_config
+from ..rollout.adapters import SavedAdapter
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
@@ -25,7 +26,7 @@ def plan_memory(
     model: str,
     args: PaCoGRPOConfig | PaCoRewardConfig,
     train_dataset: Dataset | None = None,
-    peft_config: LoraConfig | str | None = None,
+    peft_config: LoraConfig | SavedAdapter | str | None = None,
     reward_models: Sequence[str] = (),
     judge_quantization: str | None = None,
 ) -> MemoryPlan:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a transformer: read and check their configs, and load those that are saved."""
+"""Adapters of a transformer: read those that are saved, check their configs, and put them on it."""
 
 import copy
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,7 +20,7 @@ from trl import ModelConfig
 from ..utils.images import reading
 from ..utils.model_files import check_generates, find_adapter_file, hub_arguments, peft_folder
 from ..utils.names import check_adapter_base
-from .loading import base_model_name, warn_on_first_process
+from .loading import warn_on_first_process
 from .lora_files import convert_lora
 
 
@@ -38,64 +39,66 @@ _PLAIN_LORA = vars(PeftConfig()).keys() | {
 }
 
 
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A saved adapter as it was read, in PEFT's format or converted to it."""
+
+    name: str  # its directory, file or Hub id
+    config: LoraConfig
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, name: str, model: "str | DiffusionPipeline", **hub_arguments: Any) -> "SavedAdapter":
+        """Read an adapter of a model; refuse files that cannot be read, in one sentence."""
+        folder = peft_folder(name)
+        if folder is None:
+            return cls(name, *convert_lora(find_adapter_file(name), model, **hub_arguments))
+        if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+            raise ValueError(
+                f"The adapter '{name}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
+                "its weights. Name the directory that has both files."
+            )
+        with reading(f"The adapter '{name}'", "Save it again, or name another"):
+            config = PeftConfig.from_pretrained(folder)
+            config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(
+                config.base_model_name_or_path
+            )
+            return cls(name, config, load_peft_weights(folder, device="cpu"))
+
+
 # ---- Configs ----
 
 
-def read_peft_config(
-    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
-) -> LoraConfig:
-    """Return the config of a new adapter, or of an existing one for a pipeline."""
-    if not isinstance(peft_config, str):
-        return peft_config
-    return _read_adapter(peft_config, model, **hub_arguments(model_init_kwargs or {}))[0]
-
-
-def check_image_adapter(adapter: str) -> None:
-    """Refuse the adapter of a judge."""
-    if (folder := peft_folder(adapter)) is not None:
-        check_generates(adapter, folder)
-
-
-def _read_adapter(
-    adapter: str, model: "str | DiffusionPipeline", **hub_arguments: Any
-) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Return config and weights of an existing adapter; refuse files that cannot be read, in one sentence."""
-    folder = peft_folder(adapter)
-    if folder is None:
-        return convert_lora(find_adapter_file(adapter), model, **hub_arguments)
-    if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        raise ValueError(
-            f"The adapter '{adapter}' has no adapter_config.json beside adapter_model.safetensors, with the scale of "
-            "its weights. Name the directory that has both files."
-        )
-    with reading(f"The adapter '{adapter}'", "Save it again, or name another"):
-        config = PeftConfig.from_pretrained(folder)
-        config.base_model_name_or_path = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
-        return config, load_peft_weights(folder, device="cpu")
-
-
 def check_peft_config(
-    peft_config: LoraConfig | str, model: "str | DiffusionPipeline", model_init_kwargs: dict | None = None
-) -> LoraConfig | str:
-    """Refuse an adapter that cannot be trained or saved, or is of another model; return it without TRL's defaults."""
-    adapter = os.fspath(peft_config) if isinstance(peft_config, str | os.PathLike) else None
-    if adapter is not None:
-        check_image_adapter(adapter)
-    config = read_peft_config(adapter or peft_config, model, model_init_kwargs)
+    peft_config: LoraConfig | SavedAdapter | str,
+    model: "str | DiffusionPipeline",
+    model_init_kwargs: dict | None = None,
+) -> LoraConfig | SavedAdapter:
+    """
+    Read an adapter that is named; return it without TRL's defaults and what only an earlier training used. Refuse one that
+    cannot be trained or saved, or is of another model.
+    """
+    if isinstance(peft_config, str | os.PathLike):
+        name = os.fspath(peft_config)
+        if (folder := peft_folder(name)) is not None:
+            check_generates(name, folder)
+        peft_config = SavedAdapter.read(name, model, **hub_arguments(model_init_kwargs or {}))
+    saved = peft_config if isinstance(peft_config, SavedAdapter) else None
+    config: Any = peft_config if saved is None else saved.config
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
         raise TypeError(f"`peft_config` is a {type(config).__name__}; it must be a `peft.LoraConfig`.")
     # TRL's defaults, which cannot be left out, and a saved adapter's config (`LoraConfig.from_pretrained`)
     is_trl = config.task_type == ModelConfig.lora_task_type
     is_trl &= config.lora_dropout in (ModelConfig.lora_dropout, 0)
-    if is_trl or adapter is not None or config.inference_mode:
-        config = _without_training(config, has_weights=adapter is not None)
+    if is_trl or saved is not None or config.inference_mode:
+        config = _without_training(config, has_weights=saved is not None)
     _check_trainable(config)
-    _check_plain(config, adapter)
-    if adapter is None:
+    _check_plain(config, saved)
+    if saved is None:
         return config
     base = model if isinstance(model, str) else getattr(model, "name_or_path", None)
-    check_adapter_base(adapter, config.base_model_name_or_path, base)
-    return adapter
+    check_adapter_base(saved.name, config.base_model_name_or_path, base)
+    return replace(saved, config=config)
 
 
 def _without_training(config: LoraConfig, has_weights: bool) -> LoraConfig:
@@ -130,11 +133,11 @@ def _check_trainable(config: LoraConfig) -> None:
     check_lora_start(config)
 
 
-def _check_plain(config: LoraConfig, adapter: str | None) -> None:
+def _check_plain(config: LoraConfig, saved: SavedAdapter | None) -> None:
     """Refuse variants of LoRA, such as DoRA."""
     of, advice = "", "Use the default, {!r}."
-    if adapter is not None:
-        of, advice = f" of the adapter '{adapter}'", "Merge it into its model, and train a new adapter on that."
+    if saved is not None:
+        of, advice = f" of the adapter '{saved.name}'", "Merge it into its model, and train a new adapter on that."
     for name, default in vars(_DEFAULTS).items():
         value = getattr(config, name)
         if name not in _PLAIN_LORA and value and value != default:
@@ -186,14 +189,14 @@ def exclude_layers(config: LoraConfig, layers: Sequence[str]) -> None:
 
 def load_transformer_adapter(
     transformer: nn.Module,
-    adapter: str,
-    base: "str | DiffusionPipeline",
+    adapter: SavedAdapter,
     unused_layers: Sequence[str] = (),
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> PeftModel:
-    """Put an existing adapter on a transformer, in place, except on `unused_layers`; refuse one of another base."""
-    config, weights = _read_adapter(adapter, base)
+    """Put a saved adapter on a transformer, in place, except on `unused_layers`; refuse one of another architecture."""
+    misfit = f"The adapter '{adapter.name}' does not fit {type(transformer).__name__}"
+    config = copy.deepcopy(adapter.config)
     exclude_layers(config, unused_layers)
     _forget_training(config, has_weights=True)
     config.inference_mode = not is_trainable
@@ -201,20 +204,19 @@ def load_transformer_adapter(
         model = PeftModel(transformer, config, **kwargs)
         if not is_trainable:
             model.eval()
-        set_peft_model_state_dict(model, weights)
+        set_peft_model_state_dict(model, adapter.weights)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of many kinds: PEFT trusts a config
         reason = f"{type(error).__name__}: {error}"[:400]
-        raise ValueError(f"The adapter '{adapter}' does not fit {base_model_name(base)}: {reason}") from error
+        raise ValueError(f"{misfit}: {reason}") from error
     # PEFT drops weights without a layer, and initializes layers without weights
     left_out = tuple(f"base_model.model.{layer}.lora_" for layer in unused_layers)
-    saved = {name for name in weights if not name.startswith(left_out)}
+    saved = {name for name in adapter.weights if not name.startswith(left_out)}
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
         raise ValueError(
-            f"The adapter '{adapter}' does not fit {base_model_name(base)}: {len(saved - expected)} of its {len(saved)} "
-            f"weights have no place, and {len(expected - saved)} places have no weight "
-            f"({', '.join(sorted(saved ^ expected)[:3])}, ...)."
+            f"{misfit}: {len(saved - expected)} of its {len(saved)} weights have no place, and "
+            f"{len(expected - saved)} places have no weight ({', '.join(sorted(saved ^ expected)[:3])}, ...)."
         )
     return model

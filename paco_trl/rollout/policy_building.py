@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from . import Family, FlowMatchSDEScheduler, PipelinePolicy, cast_floating_inputs
-from .adapters import check_target_modules, exclude_layers, load_transformer_adapter
+from .adapters import SavedAdapter, check_target_modules, exclude_layers, load_transformer_adapter
 from .kernels import set_kernels
 
 
@@ -49,7 +49,7 @@ class PolicyConfig(FrozenDict):
 def make_policy(
     pipeline: DiffusionPipeline,
     family: Family,
-    peft_config: LoraConfig | str | None,
+    peft_config: LoraConfig | SavedAdapter | None,
     dtype: torch.dtype,
     is_deepspeed: bool,
     reference: str | None,
@@ -79,7 +79,7 @@ def make_policy(
 def prepare_transformer(
     pipeline: DiffusionPipeline,
     family: Family,
-    peft_config: LoraConfig | str | None,
+    peft_config: LoraConfig | SavedAdapter | None,
     autocast_adapter_dtype: bool,
     copy_adapter: bool = False,
 ) -> nn.Module:
@@ -121,15 +121,13 @@ def _check_no_dropout(transformer: nn.Module) -> None:
 
 
 def _add_adapter(
-    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str, autocast_adapter_dtype: bool
+    pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter, autocast_adapter_dtype: bool
 ) -> PeftModel:
     """Put a new or a saved adapter on a transformer, in place, except on layers that reach no prediction."""
     transformer, options = pipeline.transformer, {"autocast_adapter_dtype": autocast_adapter_dtype}
     unused_layers = family.unused_layers(transformer)
-    if isinstance(peft_config, str):
-        return load_transformer_adapter(
-            transformer, peft_config, pipeline, unused_layers, is_trainable=True, **options
-        )
+    if isinstance(peft_config, SavedAdapter):
+        return load_transformer_adapter(transformer, peft_config, unused_layers, is_trainable=True, **options)
     config: Any = copy.deepcopy(peft_config)
     check_target_modules(config, transformer)
     if config.target_modules is None:
@@ -179,7 +177,7 @@ def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Mo
             apply_layerwise_casting(encoder, torch.float8_e4m3fn, dtype, kept, (nn.Embedding, nn.Conv2d))
 
 
-def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | str | None) -> None:
+def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter | None) -> None:
     """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] would after loading them."""
     with init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again with the weights

@@ -54,7 +54,7 @@ from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
 from ..rewards.weighting import RewardError, Rewards
 from ..rollout import Family, TransformerStep, UnlistedFamily, family_of
-from ..rollout.adapters import check_peft_config, read_peft_config
+from ..rollout.adapters import SavedAdapter, check_peft_config
 from ..rollout.encoder import EncodedRows
 from ..rollout.kernels import check_attention_backend, example_queries
 from ..rollout.loading import (
@@ -141,7 +141,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         eval_reward_funcs: Callable | list[Callable] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        peft_config: LoraConfig | str | None = None,
+        peft_config: LoraConfig | SavedAdapter | str | None = None,
         family: Family | None = None,
     ):
         # 1. Checks without the model
@@ -157,8 +157,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
-        if peft_config is not None:
-            peft_config = check_peft_config(peft_config, model, args.model_init_kwargs)
+        adapter = None if peft_config is None else check_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
@@ -170,12 +169,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
-        self._open_run(args, model, peft_config, family)
+        self._open_run(args, model, adapter, family)
         reward_models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        self.pipeline, self.family = self._load_pipeline(model, args, peft_config, family, eval_rows)
+        self.pipeline, self.family = self._load_pipeline(model, args, adapter, family, eval_rows)
         components = {
             name: component
             for name, component in sorted(self.pipeline.components.items())
@@ -193,7 +192,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
         self.has_reference = has_reference = args.has_reference
         pipeline_policy, self.ref_model = make_policy(
-            self.pipeline, self.family, peft_config, self.compute_dtype, is_deepspeed,
+            self.pipeline, self.family, adapter, self.compute_dtype, is_deepspeed,
             reference=args.reference if has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
             quantization=args.quantization,
@@ -250,11 +249,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             tqdm.write(self.round_plan.describe() + sets + self.schedule.describe_unused())
 
     def _load_pipeline(
-        self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, peft_config: LoraConfig | str | None,
+        self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, adapter: LoraConfig | SavedAdapter | None,
         family: Family | None, eval_rows: list[PromptRows],
     ) -> tuple[DiffusionPipeline, Family]:  # fmt: skip
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
-        is_full, is_deepspeed = peft_config is None, args.deepspeed_plugin is not None
+        is_full, is_deepspeed = adapter is None, args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
@@ -270,7 +269,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._check_family(family)
         self._check_pipeline(pipeline, family, args, is_full, eval_rows)
         if not has_weights:
-            check_trained(pipeline, family, peft_config)
+            check_trained(pipeline, family, adapter)
             pipeline = load()
         if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
             check_base_weights(pipeline, ["transformer"] if is_full else [])
@@ -306,23 +305,23 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     # ---- Start, resume and stop ----
 
     def _open_run(
-        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, peft_config: LoraConfig | str | None,
+        self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, adapter: LoraConfig | SavedAdapter | None,
         family: Family | None,
     ) -> None:  # fmt: skip
         """Identify the run, and check the output directory and the Hub, before a model is loaded."""
         self.base_model = base_model_name(model)
-        self.trained_from = base_model_name(peft_config) if isinstance(peft_config, str) else None
+        saved = adapter if isinstance(adapter, SavedAdapter) else None
+        self.trained_from = base_model_name(saved.name) if saved else None
         self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
-        adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
         self._identity, self._settings = describe_run(
-            args, self.train_rows.dataset, adapter, family=describe(family),
-            reference=reference_setting(args, peft_config), rewards=self.rewards.descriptions,
+            args, self.train_rows.dataset, saved.config if saved else adapter, family=describe(family),
+            reference=reference_setting(args, saved), rewards=self.rewards.descriptions,
             eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
         )  # fmt: skip
         self._identity["base_model"] = Path(self.base_model).name  # of the Hub or a directory: its weights tell
         self._identity["quantization"] = self._identity["quantization"] or loaded
-        self.published_files = TRANSFORMER if peft_config is None else PIPELINE_ADAPTER
+        self.published_files = TRANSFORMER if adapter is None else PIPELINE_ADAPTER
         self._open_output_dir(args)
         self._check_run(args)
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)

@@ -8,6 +8,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from transformers import TrainingArguments
 
+from ..rollout.adapters import SavedAdapter
 from ..rollout.loading import quantization_text
 from ..utils.fingerprint import describe, file_digest, versions
 from ..utils.model_files import find_adapter_file
@@ -94,13 +95,13 @@ def describe_run(
     return {"adapter": described, "dataset": describe(dataset), **fixed}, settings
 
 
-def reference_setting(args: PaCoGRPOConfig, peft_config: Any) -> str | None:
+def reference_setting(args: PaCoGRPOConfig, saved: SavedAdapter | None) -> str | None:
     """Return the reference of the loss; `None` without one, or if it is the base model under a new adapter."""
-    if not args.has_reference or not isinstance(peft_config, str):
+    if not args.has_reference or saved is None:
         return None
     if args.reference == "base":
         return "base"
-    return f"{args.reference}: {file_digest(find_adapter_file(peft_config))}"
+    return f"{args.reference}: {file_digest(find_adapter_file(saved.name))}"
 
 
 def evaluation_settings(args: PaCoGRPOConfig) -> dict[str, Any]:
