@@ -137,10 +137,10 @@ class Watched(PaCoGRPOTrainer):
     """Keeps each micro-step of its round with its advantages, losses and metrics."""
 
     def policy_loss(self, step, advantages):
-        loss, metrics = super().policy_loss(step, advantages)
+        loss, metrics, ratio = super().policy_loss(step, advantages)
         kept = step._replace(log_prob=step.log_prob.detach(), mean=step.mean.detach())
-        self.seen = [*getattr(self, "seen", []), (kept, advantages, loss.detach(), metrics)]
-        return loss, metrics
+        self.seen = [*getattr(self, "seen", []), (kept, advantages, loss.detach(), metrics | {"ratio": ratio})]
+        return loss, metrics, ratio
 
 
 class TestLossesOfRecordedMeans:

@@ -223,7 +223,7 @@ class TestPolicyLoss:
         trainer = make_trainer(epsilon=0.1, epsilon_high=0.3, advantage_clip=0.5, max_steps=1)
         log_ratio, zeros = torch.log(torch.tensor([0.8, 1.2, 1.4])), torch.zeros(3)
         step = PolicyStep(log_ratio, zeros, zeros, zeros, 1.0, 0.9, 0.8)
-        loss, _ = trainer.policy_loss(step, torch.tensor([-1.0, 1.0, 1.0]))
+        loss, *_ = trainer.policy_loss(step, torch.tensor([-1.0, 1.0, 1.0]))
         torch.testing.assert_close(loss, torch.tensor([0.9, -1.2, -1.3]))
         trainer.train()
         assert max(entry["advantages"].abs().max().item() for entry in entries_of(trainer.round)) == 0.5

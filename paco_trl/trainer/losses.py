@@ -101,6 +101,14 @@ class PolicyStep(NamedTuple):
     sigma_next: float
 
 
+class PolicyLoss(NamedTuple):
+    """Loss of B images at one stochastic step, tensors of shape (B,); metrics and ratio are without gradients."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]  # to log as means
+    ratio: torch.Tensor | None = None  # 1 before an update. If `None`, exp(log_prob - old_log_prob)
+
+
 class ClippedSurrogate(NamedTuple):
     """PPO's clipped objective on a batch of images: tensors of shape (B,)."""
 

@@ -10,6 +10,7 @@ from ..rollout import RecordedStep
 from ..rollout.policy import Recording, score_step
 from ..utils.paper import PAPER
 from .losses import (
+    PolicyLoss,
     PolicyStep,
     RatioStatistics,
     clipped_surrogate,
@@ -116,20 +117,18 @@ class PaCoGRPOTrainer(RoundTrainer):
         velocity, ref_velocity = self._velocities(model, record)
         log_prob, mean, std = score_step(velocity, record, sde)
         step = PolicyStep(log_prob, record.log_prob, mean, record.mean, std, record.sigma, record.sigma_next)
-        loss, metrics = self.policy_loss(step, advantages)  # (B,)
-        ratio = metrics.get("ratio")
+        loss, metrics, ratio = PolicyLoss(*self.policy_loss(step, advantages))  # (B,)
         if ratio is None:
             ratio = torch.exp(log_prob - record.log_prob).detach()
-        metrics = {name: values for name, values in metrics.items() if name != "ratio"}
         if ref_velocity is not None:
             kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
             loss = loss + self.beta * kl
-            metrics["kl"] = kl.detach()
+            metrics = metrics | {"kl": kl.detach()}
         self._collect_statistics(record, ratio, metrics, inputs["weights"])
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
         return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
 
-    def policy_loss(self, step: PolicyStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def policy_loss(self, step: PolicyStep, advantages: torch.Tensor) -> PolicyLoss:
         """
         Compute the loss of each image at one stochastic step: the method to override for a loss of your own.
 
@@ -140,9 +139,9 @@ class PaCoGRPOTrainer(RoundTrainer):
                 Advantages of the images.
 
         Returns:
-            `tuple[torch.Tensor, dict[str, torch.Tensor]]`: losses of shape `(B,)`, which the trainer averages over the
-            images of an optimizer step, and metrics of shape `(B,)` to log as means, without gradients. A metric
-            `ratio` is not logged: it must be 1 before an update, and is exp(log_prob - old_log_prob) if left out.
+            [`~paco_trl.trainer.losses.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
+            the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the ratio
+            that must be 1 before an update.
         """
         clip, loss_type = (self.epsilon_low, self.epsilon_high), self.args.loss_type
         log_probs = step.log_prob, step.old_log_prob
@@ -154,12 +153,8 @@ class PaCoGRPOTrainer(RoundTrainer):
         else:
             raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
         low, high = surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
-        return surrogate.loss, {
-            "ratio": surrogate.ratio,
-            "clip_ratio/low_mean": low,
-            "clip_ratio/high_mean": high,
-            "clip_ratio/region_mean": low + high,
-        }
+        metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+        return PolicyLoss(surrogate.loss, metrics, surrogate.ratio)
 
     def _collect_statistics(
         self, record: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
