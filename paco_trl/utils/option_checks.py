@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from numbers import Integral
 from string import Formatter
 from types import SimpleNamespace
@@ -94,8 +93,6 @@ _REWARD_RANGES: Ranges = (
         "at least 1",
     ),
 )
-# Those whose package has their name; transformers knows of the others
-_TRACKERS = {"comet_ml", "mlflow", "swanlab", "trackio", "wandb"}
 # An infinite one limits nothing
 _MAY_BE_INFINITE = (
     "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
@@ -378,11 +375,6 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Refuse what starts a run that trains nothing, or in another precision."""
     if sys.platform == "win32":
         raise OSError(NOT_ON_WINDOWS)
-    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    for name in _TRACKERS & {*trackers}:
-        if find_spec(name) is None:
-            message = f"`report_to` is {args.report_to!r}, but {name} is not installed: `pip install {name}`."
-            yield OptionError(message, "report_to")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
