@@ -304,7 +304,7 @@ def check_model(state: DoctorState) -> Row | str:
         f"{trainer.compute_dtype}; {description}: {sum(p.numel() for p in weights):,} parameters trained. "
         f"Trained at {_format_counts(state.generator.sizes)} (multiples of {trainer.family.size_multiple(trainer.pipeline)} pixels)."
     )
-    limit, epsilon = trainer.family.max_stable_epsilon, max(args.epsilon, args.epsilon_high or 0.0)
+    limit, epsilon = trainer.family.max_stable_epsilon, max(args.clip_range)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
         return finding
     finding += f" The clip range is {epsilon:g}; this model was seen to collapse above {limit:g}."

@@ -237,15 +237,12 @@ def nft_loss(
     target: torch.Tensor,
     reward_probability: torch.Tensor,
     beta: float,
-    sigma: float | torch.Tensor | None,
+    sigma: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Compute DiffusionNFT's objective at one time: r * |v+ - target|^2 + (1 - r) * |v- - target|^2."""
+    """Compute DiffusionNFT's objective at one time: r * error(v+) + (1 - r) * error(v-)."""
     positive, negative = nft_velocities(velocity, old_velocity, beta)
-    if sigma is None:
-        positive_error, negative_error = velocity_error(positive, target), velocity_error(negative, target)
-    else:
-        positive_error = self_normalized_image_error(positive, target, sigma)
-        negative_error = self_normalized_image_error(negative, target, sigma)
+    positive_error = self_normalized_image_error(positive, target, sigma)
+    negative_error = self_normalized_image_error(negative, target, sigma)
     return reward_probability * positive_error + (1 - reward_probability) * negative_error
 
 

@@ -67,8 +67,6 @@ class AdvantageWeightedMatching(Objective):
     def __init__(self, args: PaCoNFTConfig):
         super().__init__(args)
         self.old_policy_is_in_loss = args.keeps_old_policy
-        self.epsilon_low = args.epsilon
-        self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
 
     def loss(
         self, velocity: torch.Tensor, step: NoisedStep, advantages: torch.Tensor
@@ -79,7 +77,7 @@ class AdvantageWeightedMatching(Objective):
         old_log_prob = matching_log_prob(step.rollout_velocity, step.target, step.times, args.awm_weighting)
         # Scaled to [-1, 1], as in the published code and for DiffusionNFT's probability
         advantages = advantages / self.advantage_clip
-        surrogate = clipped_surrogate(log_prob, old_log_prob, advantages, self.epsilon_low, self.epsilon_high)
+        surrogate = clipped_surrogate(log_prob, old_log_prob, advantages, *args.clip_range)
         low, high, loss = surrogate.is_low_clipped, surrogate.is_high_clipped, surrogate.loss.float()
         metrics = {
             "clip_ratio/low_mean": low,

@@ -409,6 +409,11 @@ class PaCoGRPOConfig(GRPOConfig):
         return self.beta > 0
 
     @property
+    def clip_range(self) -> tuple[float, float]:
+        """Distances from 1 at which the probability ratio is clipped, below and above."""
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
     def num_trained_steps(self) -> int:
         """Number of stochastic denoising steps of each image."""
         return self.num_sde_steps if self.num_sde_steps is not None else len(self.sde_steps)

@@ -223,8 +223,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.reward_weights = self.rewards.weights
         self.num_generations = args.num_generations  # = G in the paper
         self.num_iterations = args.num_iterations
-        self.epsilon_low = args.epsilon
-        self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
+        self.epsilon_low, self.epsilon_high = args.clip_range
         self.beta = args.beta
         self.policy = Policy(
             pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
