@@ -89,7 +89,7 @@ class TestLoss:
         trainer = make_nft(loss_type="awm", max_steps=3, **settings)
         trainer.train()
         entry = entries_of(trainer.round)[2]  # of the round's second optimizer step
-        step, advantages = entry["record"], entry["advantages"]
+        step, advantages = entry["step"], entry["advantages"]
         assert advantages.min() < 0 < advantages.max()
         own = gradients(trainer, trainer.compute_loss(trainer.model, entry))
         v = predict(trainer.model, step.calls, trainer.family, trainer.args.guidance_scale, step.sample)
@@ -146,7 +146,7 @@ class TestLoss:
 class TestOldPolicy:
     def test_restrains_and_does_not_generate(self, make_nft):
         trainer, record = recorded(make_nft, loss_type="awm", max_steps=4, old_policy_decay_rate=0.25)
-        first, second = record.rounds[0][0]["record"], record.rounds[1][0]["record"]
+        first, second = record.rounds[0][0]["step"], record.rounds[1][0]["step"]
         assert torch.equal(first.old_policy_velocity, first.rollout_velocity)  # both are the model's at the beginning
         assert torch.equal(velocity_with(trainer, second, record.weights[2]), second.rollout_velocity)
         assert torch.equal(

@@ -48,7 +48,7 @@ def latents_of(trainer) -> torch.Tensor:
     trainer.train()
     (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert log["ratio_deviation_on_policy/step_1"] == 0 and log["grad_norm"] > 0
-    return torch.cat([entry["record"].prev_sample.flatten() for entry in entries_of(trainer.round)])
+    return torch.cat([entry["step"].prev_sample.flatten() for entry in entries_of(trainer.round)])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -208,7 +208,7 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
 def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     trainer = make_nft(loss_type=loss_type, num_noise_levels=3, max_steps=1)
     trainer.train()
-    leaves = tree_leaves([vars(entry["record"]) for entry in entries_of(trainer.round)])
+    leaves = tree_leaves([vars(entry["step"]) for entry in entries_of(trainer.round)])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
     assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)

@@ -66,12 +66,12 @@ class TestTraining:
         assert len(buffer) == 2 * 3
         last = trainer.policy.scheduler.times[3]  # of the last step
         for batch in range(2):
-            times = torch.stack([entry["record"].times for entry in buffer[3 * batch : 3 * batch + 3]], dim=1)
+            times = torch.stack([entry["step"].times for entry in buffer[3 * batch : 3 * batch + 3]], dim=1)
             assert all(len(set(row.tolist())) == 3 for row in times)  # an image has each of them once
             assert len({tuple(sorted(row.tolist())) for row in times}) == 1
             assert times.max() == 1.0 and times.min() > last > 0
         # In an order of its own for each image
-        assert len({tuple(entry["record"].times.tolist()) for entry in buffer}) > 3
+        assert len({tuple(entry["step"].times.tolist()) for entry in buffer}) > 3
 
     def test_bf16(self, make_nft):
         trainer = make_nft(bf16=True)
@@ -95,7 +95,7 @@ class TestLoss:
     def test_loss_and_gradient_equal_a_direct_computation(self, make_nft, beta):
         trainer, record = recorded(make_nft, nft_beta=0.4, beta=beta)
         entry = record.rounds[0][0]
-        step, advantages = entry["record"], entry["advantages"]
+        step, advantages = entry["step"], entry["advantages"]
         assert advantages.abs().min() > 0 and advantages.min() < 0 < advantages.max()
         own_loss = trainer.compute_loss(trainer.model, entry)
         own = gradients(trainer, own_loss)
@@ -126,12 +126,12 @@ class TestLoss:
         """Latents, noise and times of one image, by hand from the key of the image."""
         trainer, record = recorded(make_nft)
         for position, batch in enumerate(trainer.round.micro_batches):
-            steps = [entry["record"] for entry in record.rounds[0][2 * position : 2 * position + 2]]
+            steps = [entry["step"] for entry in record.rounds[0][2 * position : 2 * position + 2]]
             for place, sample in enumerate(batch.samples):
                 generator = keyed_generator(trainer.args.seed, 3, 0, sample.row_number, sample.generation, 1)
                 order = torch.randperm(3, generator=generator)[:2].tolist()
                 for level, step in enumerate(steps):
-                    schedule = sorted({t for entry in record.rounds[0] for t in entry["record"].times.tolist()})[::-1]
+                    schedule = sorted({t for entry in record.rounds[0] for t in entry["step"].times.tolist()})[::-1]
                     assert step.times[place].item() == schedule[order[level]]
                     noise = torch.randn(step.target.shape[1:], generator=generator)
                     torch.testing.assert_close(step.target[place], noise - images_of(step)[place])
@@ -145,7 +145,7 @@ class TestLoss:
 
         trainer, record = recorded(make_nft, reward_funcs=keep)
         pipeline = trainer.pipeline
-        latents = torch.cat([images_of(entry["record"]) for entry in record.rounds[0][::2]])
+        latents = torch.cat([images_of(entry["step"]) for entry in record.rounds[0][::2]])
         assert latents.dtype == torch.float32
         unpacked = pipeline._unpack_latents(latents, 32, 32, pipeline.vae_scale_factor)
         unpacked = unpacked / pipeline.vae.config.scaling_factor + pipeline.vae.config.shift_factor
@@ -184,7 +184,7 @@ class TestOldPolicy:
 
     def test_draws_the_images_and_gives_the_old_velocity(self, make_nft):
         trainer, record = recorded(make_nft, max_steps=3, old_policy_decay_rate=0.25)
-        step = record.rounds[1][0]["record"]
+        step = record.rounds[1][0]["step"]
 
         assert torch.equal(velocity_with(trainer, step, record.averages["old_policy"][2]), step.rollout_velocity)
         for others in (record.weights[2], record.weights[3], record.averages["old_policy"][0]):

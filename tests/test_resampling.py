@@ -67,8 +67,8 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     assert other.metrics["dullness"] == buffer.metrics["dullness"] == 0
     for entry, expected in zip(entries_of(buffer), entries_of(other), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
-        assert torch.equal(entry["record"].sample, expected["record"].sample)
-        assert torch.equal(entry["record"].log_prob, expected["record"].log_prob)
+        assert torch.equal(entry["step"].sample, expected["step"].sample)
+        assert torch.equal(entry["step"].log_prob, expected["step"].log_prob)
     assert shown.extra["redness"] == pytest.approx(shown.rewards[:, 0].tolist())
     assert shown.extra["dull"] == [None] * 16
     pictures = [shown.pictures[number] for number in sorted(shown.pictures)]

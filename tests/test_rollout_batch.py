@@ -150,7 +150,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         places = torch.tensor([sample.completion.number for sample in samples]).argsort()
         entries = entries_of(trainer.round)
         assert not any(batch.steps for batch in trainer.round.local_batches)  # of copies only the parts are kept
-        columns = [[getattr(entry["record"], name) for entry in entries] for name in ("prev_sample", "log_prob")]
+        columns = [[getattr(entry["step"], name) for entry in entries] for name in ("prev_sample", "log_prob")]
         columns.append([entry["advantages"] for entry in entries])
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
         found.append([*(torch.cat(column)[places] for column in columns), weights])

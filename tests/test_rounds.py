@@ -181,7 +181,7 @@ class TestWeigh:
         for process, weights in expected.items():
             trained, numbers = round(process)
             trained.weigh(advantages, is_valid, None)
-            assert [entry["record"] for entry in entries_of(trained)] == ["first", "second", "third", "fourth"]
+            assert [entry["step"] for entry in entries_of(trained)] == ["first", "second", "third", "fourth"]
             for position, entry in enumerate(entries_of(trained)):
                 assert entry["weights"].tolist() == pytest.approx(weights[position // 2])
                 assert entry["advantages"].tolist() == numbers[position // 2]

@@ -401,7 +401,7 @@ class TestMemory:
         buffer = entries_of(trainer._generate_and_score_completions(0))
         assert len(buffer) == len(held) == 8
         for name in ("encoder_hidden_states", "pooled_projections"):
-            storages = {entry["record"].calls[0][name].untyped_storage().data_ptr() for entry in buffer}
+            storages = {entry["step"].calls[0][name].untyped_storage().data_ptr() for entry in buffer}
             # One for each prompt, not for each micro-batch
             assert len(storages) == (4 if offload else 8), name
 

@@ -80,7 +80,7 @@ def images_of(buffer) -> list[tuple]:
     """(advantage, weight, sample, noise of the step) of each image of a round."""
     images = []
     for entry in entries_of(buffer):
-        record = entry["record"]
+        record = entry["step"]
         noise = record.prev_sample - record.mean
         columns = (entry["advantages"].tolist(), entry["weights"].tolist(), record.sample, noise)
         images += zip(*columns, strict=True)
@@ -301,7 +301,7 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
     for entry, expected in zip(entries_of(buffer), entries_of(round_of(twin)), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
         assert torch.equal(entry["weights"], expected["weights"])
-        assert torch.equal(entry["record"].prev_sample, expected["record"].prev_sample)
+        assert torch.equal(entry["step"].prev_sample, expected["step"].prev_sample)
 
 
 ANCHORED = {
@@ -358,7 +358,7 @@ class TestAnchored:
     def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
         tokens = defaultdict(list)
         for entry in entries_of(round_of(make())):
-            record = entry["record"]
+            record = entry["step"]
             source = record.calls[0]["hidden_states"][:, record.sample.shape[1] :]
             tokens[entry["advantages"].item()].append(source)
         assert sorted(map(len, tokens.values())) == [2] * 2 + [3] * 2
@@ -397,7 +397,7 @@ class TestAnchored:
         plain = round_of(make(**settings))
         request.getfixturevalue("with_another")
         for entry, other in zip(entries_of(round_of(make(**settings))), entries_of(plain), strict=True):
-            assert torch.equal(entry["record"].sample, other["record"].sample)
+            assert torch.equal(entry["step"].sample, other["step"].sample)
             assert torch.equal(entry["advantages"], other["advantages"])
 
     def test_what_makes_up_the_numbers_finishes_nothing(self, make, with_another):
@@ -442,7 +442,7 @@ class TestAnchored:
             return Dataset.from_list([row_of(number, 2 + number % 2, references=images) for number in range(6)])
 
         model = {"model": "flux2_klein", "train_dataset": of(3)}
-        records = [entry["record"] for entry in entries_of(round_of(make(**model)))]
+        records = [entry["step"] for entry in entries_of(round_of(make(**model)))]
         lengths = [record.calls[0]["hidden_states"].shape[1] / record.sample.shape[1] for record in records]
         assert sorted(lengths) == [4] * 4 + [5] * 6
         with pytest.raises(ValueError, match="first panel"):

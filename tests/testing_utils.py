@@ -141,7 +141,7 @@ def entries_of(round) -> list[dict]:
         batch, step, _ = round.micro_step(position)
         columns = {"advantages": batch.column("advantage"), "weights": batch.column("weight")}
         num_trained = round.num_trained[position // round.plan.gradient_accumulation_steps]
-        entries.append({"record": step, "num_trained": num_trained, **columns})
+        entries.append({"step": step, "num_trained": num_trained, **columns})
     return entries
 
 

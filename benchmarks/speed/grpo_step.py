@@ -398,9 +398,9 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         return arguments, arguments, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        arguments = (inputs["record"], self.family, self.args.guidance_scale, inputs["sde"])
+        arguments = (inputs["step"], self.family, self.args.guidance_scale, inputs["sde"])
         if self.is_published:
-            prompts = self._prompts_of[id(inputs["record"])]
+            prompts = self._prompts_of[id(inputs["step"])]
             # Their results are not needed here, only their cost: the numbers of both recipes are the same
             with torch.no_grad():
                 self.phase = "old policy"

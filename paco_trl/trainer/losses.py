@@ -284,6 +284,10 @@ class StepStatistics:
             self.micro_steps = []
         return dict(zip(self._names, gathered.T, strict=True))
 
+    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
+        """Check the optimizer step, return its metrics, and start the next step. Collective: call on all ranks."""
+        raise NotImplementedError
+
 
 def masked_means(columns: dict[str, torch.Tensor], is_valid: torch.Tensor) -> dict[str, float]:
     """Compute the mean of each column over the images that count."""
@@ -304,13 +308,13 @@ class RatioStatistics(StepStatistics):
         self._has_warned = False
 
     def add_ratio(
-        self, record: RecordedStep, ratio: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
+        self, step: RecordedStep, ratio: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Add a micro-step: ratio, `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
         log_ratio = ratio.clamp_min(torch.finfo(ratio.dtype).tiny).log()  # it may underflow
         means = means | {"approx_kl": log_ratio**2 / 2}
-        index, sigma = (torch.full_like(ratio, value) for value in (record.index, record.sigma))
-        self._steps[record.index] = record.sigma, record.sigma_next, record.sigma_max, record.prev_sample[0].numel()
+        index, sigma = (torch.full_like(ratio, value) for value in (step.index, step.sigma))
+        self._steps[step.index] = step.sigma, step.sigma_next, step.sigma_max, step.prev_sample[0].numel()
         self.add({"index": index, "deviation": (ratio - 1).abs(), "sigma": sigma, "valid": weights > 0, **means})
 
     def check_ratio(self, num_micro_steps: int) -> None:
@@ -319,30 +323,22 @@ class RatioStatistics(StepStatistics):
         if not columns["deviation"].max().item() <= self.tolerance:  # NaN, too
             raise RuntimeError(self._describe_deviation(columns))
 
-    def finish(self, step: int, is_on_policy: bool, is_early: bool) -> dict[str, float]:
-        """
-        Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks.
-
-        On policy, a ratio further from 1 than `ratio_tolerance` is an error in an early round, and later a warning, as is
-        one further than a tenth of `epsilon`.
-        """
+    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
+        """Return the means; warn on policy of a ratio further from 1 than the tolerance or a tenth of `epsilon`."""
         columns = self.gather()
         is_finite = torch.isfinite(torch.stack([*columns.values()], dim=1)).all(dim=1)
         if not is_finite.all():
             raise RuntimeError(
-                f"The probability ratio or the KL divergence is not finite at optimizer step {step} "
+                f"The probability ratio or the KL divergence is not finite at optimizer step {global_step} "
                 f"({int((~is_finite).sum())} of {len(is_finite)} micro-batch rows). The weights or "
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
         index, deviation = columns["index"], columns["deviation"]
-        if is_on_policy:
-            worst = deviation.max().item()
-            if is_early and worst > self.tolerance:
-                raise RuntimeError(self._describe_deviation(columns))
-            if worst > min(self.tolerance, self.args.epsilon / 10) and not self._has_warned:
-                self._has_warned = True
-                if self.accelerator.is_main_process:
-                    logger.warning(f"Optimizer step {step}: {self._describe_deviation(columns)}")
+        is_large = deviation.max().item() > min(self.tolerance, self.args.epsilon / 10)
+        if is_on_policy and is_large and not self._has_warned:
+            self._has_warned = True
+            if self.accelerator.is_main_process:
+                logger.warning(f"Optimizer step {global_step}: {self._describe_deviation(columns)}")
         metrics = {}
         name = "ratio_deviation_on_policy" if is_on_policy else "ratio_deviation"
         for trained in index.unique():

@@ -112,21 +112,21 @@ class PaCoGRPOTrainer(RoundTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the clipped objective of one micro-batch at one stochastic step."""
-        record, sde, advantages = inputs["record"], inputs["sde"], inputs["advantages"]
+        step, sde, weights = inputs["step"], inputs["sde"], inputs["weights"]
 
-        velocity, ref_velocity = self._velocities(model, record)
-        log_prob, mean, std = score_step(velocity, record, sde)
-        step = PolicyStep(log_prob, record.log_prob, mean, record.mean, std, record.sigma, record.sigma_next)
-        loss, metrics, ratio = PolicyLoss(*self.policy_loss(step, advantages))  # (B,)
+        velocity, ref_velocity = self._velocities(model, step)
+        log_prob, mean, std = score_step(velocity, step, sde)
+        replayed = PolicyStep(log_prob, step.log_prob, mean, step.mean, std, step.sigma, step.sigma_next)
+        loss, metrics, ratio = PolicyLoss(*self.policy_loss(replayed, inputs["advantages"]))  # (B,)
         if ratio is None:
-            ratio = torch.exp(log_prob - record.log_prob).detach()
+            ratio = torch.exp(log_prob - step.log_prob).detach()
         if ref_velocity is not None:
-            kl = gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)
+            kl = gaussian_kl(mean, score_step(ref_velocity, step, sde)[1], std)
             loss = loss + self.beta * kl
             metrics = metrics | {"kl": kl.detach()}
-        self._collect_statistics(record, ratio, metrics, inputs["weights"])
+        self._collect_statistics(step, ratio, metrics, weights)
         # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
-        return (loss * inputs["weights"]).sum() * self.accelerator.num_processes
+        return (loss * weights).sum() * self.accelerator.num_processes
 
     def policy_loss(self, step: PolicyStep, advantages: torch.Tensor) -> PolicyLoss:
         """
@@ -157,15 +157,15 @@ class PaCoGRPOTrainer(RoundTrainer):
         return PolicyLoss(surrogate.loss, metrics, surrogate.ratio)
 
     def _collect_statistics(
-        self, record: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
+        self, step: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
-        step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
-        self.statistics.add_ratio(record, ratio, metrics, weights)
+        global_step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
+        self.statistics.add_ratio(step, ratio, metrics, weights)
         is_complete = len(self.statistics.micro_steps) % num_trained == 0  # an image's steps
-        if self.is_on_policy and step == self._initial_global_step and is_complete:
+        # A new adapter is zero: what differs in it shows in the next round
+        is_early = global_step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
+        if self.is_on_policy and is_early and is_complete:
             self.statistics.check_ratio(num_trained)  # image by image, without waiting for the whole step
         if self.accelerator.sync_gradients:
-            # A new adapter is zero: what differs in it shows in the next round
-            is_early = step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-            self._step_metrics = self.statistics.finish(step, self.is_on_policy, is_early)
+            self._step_metrics = self.statistics.finish(global_step, self.is_on_policy)

@@ -44,11 +44,11 @@ class VelocityStatistics(StepStatistics):
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self.add({"size": size, "valid": weights > 0, "velocity_deviation": deviation, **means})
 
-    def finish(self, step: int, is_on_policy: bool) -> dict[str, float]:
-        """Gather the optimizer step's statistics, and start the next step. Collective: call on all ranks."""
+    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
+        """Return the means; refuse on policy a velocity that differs from the rollout's."""
         columns = self.gather()
         if not torch.isfinite(torch.stack([*columns.values()])).all():
-            raise RuntimeError(f"The velocity is not finite at optimizer step {step}. Lower `learning_rate`.")
+            raise RuntimeError(f"The velocity is not finite at optimizer step {global_step}. Lower `learning_rate`.")
         size, is_valid, deviation = columns.pop("size"), columns.pop("valid"), columns["velocity_deviation"]
         if is_on_policy and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
@@ -190,19 +190,19 @@ class PaCoNFTTrainer(RoundTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the objective of one micro-batch, at one time for each image."""
-        record, weights = inputs["record"], inputs["weights"]
-        velocity, ref_velocity = self._velocities(model, record)  # (B, ...)
-        loss, metrics = self.objective.loss(velocity, record, inputs["advantages"])  # (B,)
+        step, weights = inputs["step"], inputs["weights"]
+        velocity, ref_velocity = self._velocities(model, step)  # (B, ...)
+        loss, metrics = self.objective.loss(velocity, step, inputs["advantages"])  # (B,)
         if ref_velocity is not None:
             kl = velocity_error(velocity.float(), ref_velocity.float())
             loss = loss + self.beta * kl
             metrics["kl"] = kl
-        self.statistics.add_velocity(velocity, record.rollout_velocity.float(), metrics, weights)
+        self.statistics.add_velocity(velocity, step.rollout_velocity.float(), metrics, weights)
         if self.accelerator.sync_gradients:
-            step = self.state.global_step
+            global_step = self.state.global_step
             # An old policy that generates equals the trained one only at step 0
-            is_on_policy = self.is_on_policy and (step == 0 or not self.objective.old_policy_generates)
-            self._step_metrics = self.statistics.finish(step, is_on_policy)
+            is_on_policy = self.is_on_policy and (global_step == 0 or not self.objective.old_policy_generates)
+            self._step_metrics = self.statistics.finish(global_step, is_on_policy)
             if self.args.keeps_old_policy:
                 self._step_metrics["old_policy_decay"] = self.old_policy.decay
         return (loss * weights).sum() * self.accelerator.num_processes

@@ -458,7 +458,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
             step = step.to(device)
         return {
-            "record": step,
+            "step": step,
             "advantages": batch.column("advantage", device),
             "weights": batch.column("weight", device),
             "sde": self.round.sde,
@@ -625,13 +625,13 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self._train_time = 0.0
         return loss
 
-    def _velocities(self, model, record: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _velocities(self, model, step: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a step, and the reference's if the loss has one."""
         ref_velocity = None
         if self.has_reference:
             with torch.no_grad(), self._reference(model) as reference:
-                ref_velocity = self.policy.predict(reference, record)
-        return self.policy.predict(model, record, self.args.detach_unconditional), ref_velocity
+                ref_velocity = self.policy.predict(reference, step)
+        return self.policy.predict(model, step, self.args.detach_unconditional), ref_velocity
 
     @contextmanager
     def _reference(self, model):

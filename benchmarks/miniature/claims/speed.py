@@ -59,7 +59,7 @@ class PublishedRecipe(PaCoGRPOTrainer):
             for _ in range(4):
                 prompts = self.train_rows.prompts[: len(inputs["advantages"])]
                 self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
-            replayed = (inputs["record"], self.family, self.args.guidance_scale, inputs["sde"])
+            replayed = (inputs["step"], self.family, self.args.guidance_scale, inputs["sde"])
             replay(model, *replayed)
             with self._reference(model) as reference:
                 replay(reference, *replayed)
