@@ -112,7 +112,7 @@ class TestFiles:
             assert (parsed.rewards, parsed.reward_weights) == (rewards, weights)
         assert (
             capsys.readouterr().err
-            == "paco-trl test: without reward_weights=[0.5, 2.0] of the file, because of `--rewards`.\n"
+            == "paco-trl test: without rewards=['a', 'b'], reward_weights=[0.5, 2.0] of the file, because of `--rewards`.\n"
         )
         for text, words in (
             (f"{weighted}\nreward_weights: [1, 2]", []),
@@ -205,13 +205,14 @@ class TestOptions:
             (["--max_steps", "abc"], "'abc'"),
             (["--config", "list.yaml"], "'list.yaml'"),
             (["--config", "none.yaml"], "flux.1-dev-24gb"),  # what there is
-            (["--config", "wrong.yaml"], "wrong.yaml"),
+            (["--config", "wrong.yaml"], "'wrong.yaml', which is not YAML"),
+            (["--config", "wrong.yaml"], "  at line 1, column 5"),  # of the file that is named once
             (["--config", "a.yaml", "--config=flux.1-dev-80gb", *DATA], "2 files"),
             (["--dataset_name", "no.jsonl"], "no.jsonl"),
             (["--rewards", "rednes", "--dataset_name", str(demo_prompts_path())], "`redness`"),
             (["--noise_level", "-1", *DATA], "noise_level"),
             (["--eval_split", "b", *DATA], "--eval_split"),
-            ([], "--dataset_name"),
+            ([], "`--dataset_name` is required. Prompts: "),
             (["prompts.txt"], "`--dataset_name prompts.txt`"),
             (["--datset_name", "a.txt"], "`--dataset_name`"),
             (["--modle_name", "a", *DATA], "`--model_name_or_path`"),
@@ -243,8 +244,9 @@ class TestOptions:
             (["--dataset_name", "user/no-such-dataset"], "`HF_HUB_OFFLINE`"),
             (
                 ["--dataset_name", str(demo_prompts_path()), "--rewards", "consistency", "--judge_model", "o-judg"],
-                "'o-judg': no file",
+                "no directory 'o-judg'",
             ),
+            ([*DATA, "--model_name_or_path", "modell"], "Did you mean 'model'?"),  # the Hub is not asked
             (["--dataset_name", str(demo_prompts_path()), "--model_name_or_path", "lora"], "--adapter"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py"], "`two.py:f`"),
             (

@@ -276,7 +276,7 @@ class TestLoadImageSetPrompts:
     FOX = "A fox, in snow."
     SINGLE = {"prompt": FOX, "theme": FOX, "rows": 1, "cols": 1, "panels": [FOX]}
 
-    def test_bare_prompts(self, tmp_path, own_cache):
+    def test_bare_prompts(self, tmp_path, own_cache, caplog):
         """In each kind of file, and in a dataset of the Hub, a prompt without a layout is an image set or a single image."""
         prompt, theme, texts = write_prompt("1x2", MARKERS["1x2"])
         expected = [self.SINGLE, {"prompt": prompt, "theme": theme, "rows": 1, "cols": 2, "panels": texts}]
@@ -294,6 +294,11 @@ class TestLoadImageSetPrompts:
         for name in ("a.txt", "texts", "b.csv", "b.tsv", "c.jsonl", "c.jsonl.gz", "list.json", "d.parquet", "saved"):
             rows = load_image_set_prompts(tmp_path / name).to_list()
             assert rows == expected and rows[0].keys() == self.SINGLE.keys(), name
+        assert not caplog.messages
+        write_jsonl(tmp_path / "e.jsonl", [{"text": row["prompt"]} for row in expected])
+        assert load_image_set_prompts(tmp_path / "e.jsonl").to_list() == expected
+        (said,) = caplog.messages  # which column was guessed
+        assert "e.jsonl' has no column `prompt`" in said and "`text`" in said
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),

@@ -289,9 +289,13 @@ def test_a_question_in_own_words_is_asked_of_each_pair(caplog):
     caplog.clear()
     judge.question = question  # that of its training
     assert ConsistencyReward(judge).question == question and not caplog.records
-    for make in (lambda: ConsistencyReward(judge, question="theme"), lambda: EditReward(judge)):
+    for make, remedy in (
+        (lambda: ConsistencyReward(judge, question="theme"), "Leave `judge_question`"),
+        (lambda: EditReward(judge), "Use a judge"),
+    ):
         make()
-        assert question in caplog.records.pop().message
+        message = caplog.records.pop().message
+        assert question in message and remedy in message
     for wrong in ("themes", "", " "):
         with pytest.raises(ValueError, match="`question` is .*own words"):
             ConsistencyReward(judge, question=wrong)

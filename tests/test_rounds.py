@@ -127,6 +127,7 @@ def test_a_small_dataset_is_a_smaller_round(make_trainer, prompts, tmp_path, cap
         train_dataset=rows, num_prompts_per_generation=None, max_steps=3, save_strategy="steps", save_steps=1
     )
     (said,) = [message for message in caplog.messages if "fewer than the 42" in message]
+    assert said.startswith("The dataset has ")  # no `[RANK 0]` of accelerate's
     # 3 x 4 images are no two steps of batches of 4
     assert "2 prompts x 4 generations = 8 images" in said and trainer.round_plan.num_prompts == 2
     assert trainer.args.gradient_accumulation_steps == 1

@@ -39,7 +39,7 @@ _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 def _warn(message: str) -> None:
     """Log a warning once, in the main process."""
-    from accelerate.logging import get_logger  # a slow import
+    from ..utils.logs import get_logger  # a slow import
 
     get_logger(__name__).warning(message)
 

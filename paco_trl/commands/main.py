@@ -159,8 +159,9 @@ def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | N
     path = Path(find_yaml("config", name, "recipes"))
     try:
         config = yaml.load(read_text(path), _Loader)
-    except yaml.YAMLError as error:
-        raise OptionError(f"`--config` is {name!r}, which is not YAML: {error}") from error
+    except yaml.YAMLError as error:  # which was read as a text, and has no name
+        where = str(error).replace('in "<unicode string>", ', "at ")
+        raise OptionError(f"`--config` is {name!r}, which is not YAML: {where}") from error
     if not isinstance(config, dict):
         raise OptionError(f"`--config` is {name!r}, but must contain options, such as `max_steps: 100`.")
     is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"

@@ -110,7 +110,10 @@ class OptionSources:
         by_reason: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
             if name not in final or final[name] != self.in_file[name]:
-                by_reason.setdefault(why, []).append(f"{name}={shorten(self.in_file[name])}")
+                # Weights say nothing without the rewards that they are of
+                names = [*(["rewards"] if name == "reward_weights" and "rewards" in self.in_file else ()), name]
+                settings = by_reason.setdefault(why, [])
+                settings += [f"{name}={shorten(self.in_file[name])}" for name in names]
         for why, settings in by_reason.items():
             yield f"without {', '.join(settings)} of {self.recipe or 'the file'}, because of {why}."
 

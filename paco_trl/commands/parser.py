@@ -344,7 +344,7 @@ class CommandParser(argparse.ArgumentParser):
     def _find_missing(self, options: Mapping[str, Any]) -> Iterator[OptionError]:
         for action in self.required:
             if options.get(action.dest) is None:
-                yield OptionError(f"`--{action.dest}` is required.", action.dest)
+                yield OptionError(f"`--{action.dest}` is required. {action.help}", action.dest)
 
     def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[OptionError]:
         """Find what is wrong whichever presets the model has, before a config is imported."""

@@ -6,6 +6,7 @@ Columns: `prompt`, `rows`, `cols`, `panels` and, optionally, `theme`, `criteria`
 separate images has `layout: "separate"`, `theme` and `panels`; `prompt`, `rows` (1) and `cols` are filled in.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 from datasets import Dataset, Value
 
+from ..utils.names import LINES, data_ending
 from ..utils.text import is_text, shorten
 from .columns import check_references, is_size
 from .dataset_files import DEMO_FILE, load_split
@@ -27,6 +29,9 @@ from .grid_prompts import (
     parse_image_set_prompt,
 )
 from .t2is import convert_t2is
+
+
+logger = logging.getLogger(__name__)
 
 
 # Layout of a set whose panels are separate images
@@ -252,7 +257,10 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
     dataset = load_split(path_or_id, split, ["references"], config=config)
     if "layout" in dataset.column_names and "panels" not in dataset.column_names:
         dataset = cast(Dataset, convert_t2is(dataset))
-    if dataset.column_names == ["text"]:  # text files
+    if dataset.column_names == ["text"]:
+        path = Path(path_or_id).expanduser()
+        if not any(data_ending(file) == LINES for file in (path, *path.rglob("*"))):
+            logger.warning(f"'{path_or_id}' has no column `prompt`: the prompts are its only column, `text`.")
         dataset = dataset.map(lambda row: {"prompt": row["text"].removeprefix("\ufeff")}, remove_columns="text")
         dataset = dataset.filter(is_text, input_columns="prompt")
     return complete_image_sets(dataset)

@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..data.image_sets import check_image_set_columns
-from ..utils.names import check_model_name
+from ..utils.names import check_model_name, is_local
 
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def embed_texts(model: str | Path, texts: list[str]) -> np.ndarray:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise ImportError('Embeddings need sentence-transformers: pip install "paco_trl[embeddings]".') from error
-    check_model_name(model)
+    if is_local(str(model)) or "/" in str(model):  # sentence-transformers has names without an owner
+        check_model_name(model)
     # Neither load pickled weights, nor run code from the model
     options = {"dtype": "float32", "use_safetensors": True}
     encoder = SentenceTransformer(str(model), device=str(PartialState().device), model_kwargs=options)

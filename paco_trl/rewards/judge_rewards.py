@@ -71,7 +71,7 @@ class JudgedReward:
         self.model_name = getattr(self.judge, "model_name", None)  # for cards
         self._options = {} if self.scale is None else {"scale": self.scale}
         if self.topic:
-            self._warn_if_untrained(self.topic)
+            self._warn_if_untrained(self.topic, "Use a judge that was trained for it.")
 
     def __call__(
         self,
@@ -104,14 +104,14 @@ class JudgedReward:
         """Why the last unanswered question has no answer, for messages."""
         return getattr(self.judge, "missing_score_reason", None)
 
-    def _warn_if_untrained(self, question: str) -> None:
+    def _warn_if_untrained(self, question: str, remedy: str) -> None:
         """Warn if the judge was trained on a single question, and is asked another one."""
         if (trained_question := getattr(self.judge, "question", None)) not in (None, question):
             topics = {"theme": "about themes", "criteria": "about criteria"}
             question = topics.get(question, question if question.startswith("about ") else repr(question))
             logger.warning(
                 f"The reward '{self.__name__}' asks the judge {question}, but the judge was only trained on the question "
-                f"{trained_question!r}."
+                f"{trained_question!r}. {remedy}"
             )
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
@@ -236,7 +236,8 @@ class ConsistencyReward(JudgedReward):
         if question is None and isinstance(self.judge, ServedJudge):
             self.judge.find_question()
         self.question = question or getattr(self.judge, "question", None) or "theme"
-        self._warn_if_untrained(self.question)
+        remedy = "Leave `judge_question` (`question`) out to ask that one, or use a judge that was trained on yours."
+        self._warn_if_untrained(self.question, remedy)
         self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
         # The trainer checks them before it loads a model
         self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()

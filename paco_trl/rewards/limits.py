@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
+from ..utils.logs import get_logger
 from .weighting import RewardError, Rewards
 
 

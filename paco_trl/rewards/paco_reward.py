@@ -33,7 +33,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import reading
 from ..utils.model_files import find_adapter_file, find_model_file, hub_arguments
-from ..utils.names import check_adapter_name, check_model_name, public_name
+from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from ..utils.tensors import to_device
 from ..utils.vision_language import find_control_tokens, load_image, patch_size_of, tower_arguments
@@ -550,7 +550,6 @@ def scales_logits(config: PreTrainedConfig) -> str | None:
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
     """Return the base model of an adapter, or the model itself, its loading arguments, and whether it is an adapter."""
     check_model_name(model)
-    check_adapter_name(model, "judge")
     hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
         return model, kwargs, False

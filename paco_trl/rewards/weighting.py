@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from PIL import Image
 
 from ..utils.fingerprint import describe_code
+from ..utils.logs import get_logger
 from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, send_to_device
 from PIL import Image
 from safetensors import SafetensorError
@@ -28,6 +27,7 @@ from tqdm.auto import tqdm
 from ..data.grid_prompts import find_lost_panels
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
+from ..utils.logs import get_logger
 from ..utils.pipelines import truncations_counted
 from ..utils.placement import cpu_memory, placed_on, to_cpu
 from ..utils.tensors import to_device

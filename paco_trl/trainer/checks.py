@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate.logging import get_logger
 from datasets import Dataset
 from qwen_vl_utils.vision_process import MAX_RATIO
 from torch import nn
@@ -21,6 +20,7 @@ from ..rewards.scoring import offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
+from ..utils.logs import get_logger
 from ..utils.vision_language import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from .config_utils import check_best_metric
 from .data_collator import PairRows, apply_template, count_tokens, named_images, too_long

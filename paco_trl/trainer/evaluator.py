@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from peft import PeftModel
@@ -38,6 +37,7 @@ from ..rollout.rounds import Batch, Round, Sample
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe
+from ..utils.logs import get_logger
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import preserve_rng_state
 from .run_settings import evaluation_settings

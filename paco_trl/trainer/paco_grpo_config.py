@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate.logging import get_logger
 from transformers import SchedulerType
 from trl import GRPOConfig
 
@@ -19,6 +18,7 @@ from ..rollout.loading import quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
 from ..utils.errors import OptionError, refuse
+from ..utils.logs import get_logger
 from ..utils.option_checks import (
     GRPO_LOSSES,
     QUANTIZATIONS,

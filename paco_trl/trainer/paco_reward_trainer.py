@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from PIL import Image
@@ -44,6 +43,7 @@ from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
+from ..utils.logs import get_logger
 from ..utils.paper import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -18,6 +17,7 @@ from ..hub.files import foreign_files
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..utils.fingerprint import version
+from ..utils.logs import get_logger
 from ..utils.names import public_name, relative_name
 from .model_cards import LIBRARIES, cached_commit, hardware_of
 

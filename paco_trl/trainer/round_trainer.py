@@ -14,7 +14,6 @@ from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import Dataset
 from diffusers import DiffusionPipeline
@@ -72,6 +71,7 @@ from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
 from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.locks import sole_writer
+from ..utils.logs import get_logger
 from ..utils.option_checks import check_quantization
 from ..utils.quantization import describe_quantization
 from ..utils.text import changes

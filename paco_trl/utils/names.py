@@ -3,6 +3,7 @@
 
 import os
 import re
+from difflib import get_close_matches
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -43,18 +44,23 @@ def check_dataset_name(name: str | Path | None) -> None:
         raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
-def check_adapter_name(name: str, kind: str = "adapter") -> None:
-    """Refuse the path of an adapter, or of another `kind`, that is not there, and what is no Hub id either."""
+def check_adapter_name(name: str) -> None:
+    """Refuse the path of an adapter that is not there, and what is no Hub id either."""
     if not os.path.exists(name) and (is_local(name) or "/" not in name):
-        raise FileNotFoundError(f"There is no {kind} '{name}': no file or directory, and no Hub id, `user/name`.")
+        raise FileNotFoundError(f"There is no adapter '{name}': no file or directory, and no Hub id, `user/name`.")
 
 
 def check_model_name(name: str | Path) -> None:
     """Refuse a path without a directory of a model: libraries take it for a Hub id, and complain of its characters."""
     name = os.fspath(name)
-    is_path = is_local(name) or name.count("/") > 1 or name.endswith(".safetensors")
-    if is_path and not os.path.isdir(name):
-        raise FileNotFoundError(f"There is no directory '{name}' of a model. Check the path, or give a Hub id.")
+    if os.path.isdir(name) or not is_local(name) and name.count("/") == 1 and not name.endswith(".safetensors"):
+        return
+    parent, last = os.path.split(os.path.expanduser(name))
+    folders = [path.name for path in Path(parent).glob("*/") if path.is_dir()]
+    near = "".join(f" Did you mean '{os.path.join(parent, best)}'?" for best in get_close_matches(last, folders, 1))
+    raise FileNotFoundError(
+        f"There is no directory '{name}' of a model.{near} Check the path, or give a Hub id, `user/name`."
+    )
 
 
 def public_name(name: str) -> str:
