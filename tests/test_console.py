@@ -126,6 +126,10 @@ def test_a_training_and_the_rest_of_it(make_small, capsys, prompts, tmp_path):
         r"Step 2: eval_redness \S+ \(untrained \S+\), eval_panel_similarity \S+ \(untrained \S+\)", evaluated
     )
     assert re.fullmatch(r"Done: step 2 of 2 after \d\d:\d\d\.", end)
+    # The last step has a line in any case
+    make_small(**settings, max_steps=3, logging_steps=9, output_dir=str(tmp_path / "rare")).train()
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" *\d+/3 ", line)]
+    assert len(rows) == 1 and rows[0].startswith(" 3/3")
     make_small(**settings, max_steps=4, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).train()
     assert "Resuming from checkpoint-2 at step 3 of 4.\n" in capsys.readouterr().out
 

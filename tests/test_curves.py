@@ -87,7 +87,8 @@ def test_the_table_of_a_log():
 class TestPicture:
     def test_panels_of_a_run_with_two_rewards(self, draw):
         figure = draw([train_entry(step, ("a", "b")) for step in range(1, 9)])
-        beginnings = ["a: mean", "b: mean", "Spread", "Clip", "|ratio - 1|", "Seconds"]
+        spread = "Spread of each reward over a round: standard deviation / mean"
+        beginnings = ["a: mean", "b: mean", spread, "Clip", "|ratio - 1|", "Seconds"]
         assert figure.axes == [panel(figure, beginning) for beginning in beginnings]
 
     def test_evaluations_have_intervals_and_a_baseline(self, draw):

@@ -233,6 +233,21 @@ def test_the_settings_of_the_training_run_are_the_defaults(make_trainer, files, 
         assert [each["settings"]["guidance_scale"] for each in results["systems"]] == [scale, scale]
 
 
+def test_prompts_of_the_training_are_named(adapters, files, tiny_flux, tmp_path, caplog):
+    """Of each adapter its own: by the first prompt, which is in `paco_trl.json`."""
+    for name, prompt in (("first", "A glass of water."), ("second", "A hat.")):
+        shutil.copytree(adapters["moved"], tmp_path / name)
+        save_settings(ImageModelCard(name, name, str(tiny_flux), prompt=prompt), tmp_path / name)
+    words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "first", tmp_path / "second"]
+    results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+    assert [each["alerts"] for each in results.values()] == [
+        ["first was trained on these prompts, at least on row 1: it may only be better on them."] * (name == "first")
+        for name in results
+    ]
+    (said,) = [message for message in caplog.messages if "was trained on" in message]
+    assert said.startswith("first ") and "`--dataset_split`" in said
+
+
 @pytest.mark.parametrize("run", [{"height": 1}, {"guidance_scale": 2.0}, {"precision": "float32"}])
 def test_a_run_of_another_version_lacks_settings(adapters, tiny_flux, tmp_path, run):
     shutil.copytree(adapters["moved"], tmp_path / "moved")

@@ -458,6 +458,8 @@ class TestUse:
         for folder in ("judge", "merged"):
             assert card_scores_of(folder) == pytest.approx([score_of(folder)] * 2, abs=1e-5)
 
+        readme = Path("judge", "README.md").read_text(encoding="utf-8")
+        assert 'It was trained on one question, "Same colour?"\n' in readme
         # The question of all of its pairs is that of the card, and of a reward that is given no other
         for folder, question in (("judge", "Same colour?"), ("merged", "Same colour?"), (str(tiny_qwen), "theme")):
             reward = ConsistencyReward(folder)
@@ -468,7 +470,8 @@ class TestUse:
             assert len(warnings) == (question != "theme")
             caplog.clear()
         of_themes = dataclasses.replace(trainer._model_card(), settings={})
-        assert 'question = theme_question("A fox' in code_of(str(render_card(of_themes)))[0]
+        text = str(render_card(of_themes))
+        assert 'question = theme_question("A fox' in code_of(text)[0] and "one question" not in text
 
     def test_the_command_that_serves_it(self, judge):
         text = text_of(judge)

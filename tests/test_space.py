@@ -12,6 +12,7 @@ import tempfile
 from base64 import b64decode
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +130,15 @@ class TestWrite:
         requirements, readme, said = written("known")
         assert requirements == "paco_trl[apps] @ git+https://a.b/paco\nspaces\n" and "index" not in readme
         assert "how to publish it.\n" in said
+
+    def test_it_is_written_without_gradio(self, adapter, tmp_path, monkeypatch):
+        """For the least version that the package requires; else for the installed one."""
+        installed = write_space(SpaceArguments(str(adapter), str(tmp_path / "installed")))
+        monkeypatch.setattr("paco_trl.commands.space.version_of", lambda package: None)
+        without = write_space(SpaceArguments(str(adapter), str(tmp_path / "without")))
+        (least,) = {str(Requirement(text).specifier) for text in requires("paco_trl") if text.startswith("gradio>")}
+        for folder, version in ((installed, gradio.__version__), (without, least.removeprefix(">="))):
+            assert f'sdk_version: "{version}"' in (folder / "README.md").read_text().splitlines()
 
     def test_the_negative_prompt_and_the_gallery(self, of_card):
         negative = 'blurry | "<low>" \\ &amp; ](x)'

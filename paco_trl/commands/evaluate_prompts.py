@@ -6,6 +6,7 @@ import gc
 import hashlib
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -65,6 +66,8 @@ from .script_arguments import (
 )
 
 
+logger = logging.getLogger(__name__)
+
 # Row of the prompt, and number of its image
 ImageIndex = tuple[int, int]
 
@@ -97,6 +100,9 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
         rows.measure(pipeline, family_of(pipeline))
+    leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
+    for leak in filter(None, leaks):
+        logger.warning(f"{leak} Hold some out of the training, as by `--dataset_split`.")
     check_judged(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
     rewards.check_group_size(args.num_generations, "num_generations")
@@ -111,7 +117,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     systems: list[dict[str, Any]] = []
     public_settings = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     with sole_writer(output_dir, "images"):
-        for name, adapter, spec in zip(folders, [None, *adapters], [base, *adapter_specs], strict=True):
+        specs = [base, *adapter_specs]
+        for name, adapter, spec, leak in zip(folders, [None, *adapters], specs, leaks, strict=True):
             weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
             folder = StageFolder(output_dir / name, settings | weights).images
             indices = itertools.product(range(len(rows)), range(args.num_generations))
@@ -120,7 +127,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 _generate(spec, settings, rows, files, accelerator)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
-            systems.append({"role": role, "name": title, "settings": public_settings, "files": files})
+            system = {"role": role, "name": title, "settings": public_settings, "files": files, "leak": leak}
+            systems.append(system)
         with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
                 system["scores"] = _score(rewards, rows, system["files"], output_dir / name)
@@ -154,7 +162,10 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
             f"Adapters must have the same base model, here '{first_spec.model}', but one has another. Evaluate them separately."
         ) from error
     adapter_specs = [first_spec, *others] if adapters else []
-    systems = [replace(first_spec, adapter=t.adapter, lora=t.lora, transformer=t.transformer) for t in adapter_specs]
+    systems = [
+        replace(first_spec, adapter=t.adapter, lora=t.lora, transformer=t.transformer, card=t.card)
+        for t in adapter_specs
+    ]
     if is_buildable(first_spec.model, first_spec.hub_arguments, None):
         for system in systems:
             pipeline = load_without_weights(
@@ -163,6 +174,18 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
             if system.adapter is not None:
                 check_trained(pipeline, family_of(pipeline), SavedAdapter.read(system.adapter, pipeline))
     return [first_spec.base, *systems]
+
+
+def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
+    """Find the prompt that the record of a trained model names, the first of its training, among those of the evaluation."""
+    prompt = spec.card.prompt if spec.card else None
+    first = prompt[0] if isinstance(prompt, list) else prompt
+    row = next((each.row_number for each in rows.image_prompts if each.prompt == first), None)
+    if row is None:
+        return None
+    return (
+        f"{public_name(spec.name)} was trained on these prompts, at least on row {row}: it may only be better on them."
+    )
 
 
 def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
@@ -302,7 +325,11 @@ def _results(
         }
         for row, image in systems[0]["files"]
     ]
-    leakage = "An adapter that was trained on these prompts may only be better on them. This was not checked."
+    leakage = (
+        "An adapter that was trained on these prompts may only be better on them. Of its training prompts only the first "
+        "was looked for."
+    )
+    alerts += [system["leak"] for system in systems if system["leak"]]
     noise = (
         "Image k of a prompt starts from the same noise for all models, as in `evaluate()` of training with this seed."
     )

@@ -4,8 +4,10 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,6 @@ def write_space(args: SpaceArguments) -> Path:
     adapter, is_local_adapter = args.adapter, Path(args.adapter).is_dir()
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
     with new_folder(folder) as staging_dir:
-        if (gradio_version := version_of("gradio")) is None:
-            raise ImportError('The app needs `gradio`: pip install "paco_trl[apps]".')
         if is_local_adapter:
             adapter = str(find_saved_model(Path(adapter)))
         config_file, weights = (find_model_file(adapter, name) for name in (_CONFIG, _WEIGHTS))
@@ -74,7 +74,7 @@ def write_space(args: SpaceArguments) -> Path:
             "settings": settings,
             "name": folder.name,
             "repository": repository(),
-            "gradio": gradio_version,
+            "gradio": version_of("gradio") or _least_gradio(),
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "license": card.license or License(""),
             "models": [name for name in models if name and not is_local(name)],
@@ -82,6 +82,11 @@ def write_space(args: SpaceArguments) -> Path:
         for name in ("app.py", "README.md", "requirements.txt"):
             write_atomically(staging_dir / name, _TEMPLATES.get_template(f"space_{name}.jinja").render(context))
     return folder
+
+
+def _least_gradio() -> str:
+    """Return the least version of Gradio that the app runs with."""
+    return next(found[1] for text in requires("paco_trl") or () if (found := re.match(r"gradio>=([\d.]+)", text)))
 
 
 def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def _panels(table: pd.DataFrame) -> Iterator[tuple[str, Callable[[Axes], None]]]
         yield f"{_label(reward).strip()}: mean", partial(_plot_reward, table, reward, color, prefixes)
     deviations = [match for name in table if (match := re.fullmatch(r"ratio_deviation(_on_policy|)/step_(\d+)", name))]
     groups = {
-        "Spread of each reward over a round: std / mean (h)": {f"rewards/{name}/h": _label(name) for name in colors},
+        "Spread of each reward over a round: standard deviation / mean": {
+            f"rewards/{name}/h": _label(name) for name in colors
+        },
         "Clip fraction": {f"clip_ratio/{part}_mean": text for part, text in _CLIPPED.items()},
         "|ratio - 1| by denoising step, before the first update of a round (on policy) and after": {
             match[0]: f"step {match[2]}, {_DEVIATIONS[match[1]]}" for match in deviations

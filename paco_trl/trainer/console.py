@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_utils import IntervalStrategy
 
 
 _RATIO, _LOSS = "|ratio-1|", "loss"
@@ -51,6 +52,12 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
             self.training_bar = _bar(args, total=state.max_steps, initial=step)
             if not self.training_bar.disable:
                 self._stack.enter_context(logging_redirect_tqdm())  # warnings stand above the bar, not behind it
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        # The last step too: `logging_steps` may be more than the run has
+        if state.global_step >= state.max_steps and args.logging_strategy == IntervalStrategy.STEPS:
+            control.should_log = True
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
