@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from ..utils.errors import OptionError, refuse
-from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors
+from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors, size_errors
 from .main import launch, read_config, say
 from .options import OptionSources, config_options, describe
 
@@ -394,5 +394,5 @@ class CommandParser(argparse.ArgumentParser):
                     yield from judge_errors(args, defaults, unsupported)
                 else:
                     losses = NFT_LOSSES if kind == "PaCoNFTConfig" else GRPO_LOSSES
-                    yield from image_errors(args, defaults, unsupported, losses)
+                    yield from [*image_errors(args, defaults, unsupported, losses)] or size_errors(args)
         yield from self.check(*parsed)

@@ -27,7 +27,7 @@ from ..utils.option_checks import (
     image_errors,
     read_scale_rewards,
 )
-from ..utils.round_sizes import RoundSizes, round_sizes
+from ..utils.round_sizes import RoundSizes, round_divisors, round_sizes, trained_steps
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
@@ -338,7 +338,7 @@ class PaCoGRPOConfig(GRPOConfig):
             self.greater_is_better: bool | None = False
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
-        requested = RoundSizes(*(getattr(self, name) for name in RoundSizes._fields))
+        requested = RoundSizes.of(self)
 
         # TrainingArguments copies the accumulation into the DeepSpeed config, so the round is planned before it
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -415,8 +415,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
     @property
     def num_trained_steps(self) -> int:
-        """Number of stochastic denoising steps of each image."""
-        return self.num_sde_steps if self.num_sde_steps is not None else len(self.sde_steps)
+        """Number of denoising steps, or of times, at which each image of a round is trained."""
+        return trained_steps(self)
 
     @property
     def round_plan(self) -> RoundPlan:
@@ -429,14 +429,9 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _plan_round(self, requested: RoundSizes, num_processes: int) -> RoundPlan:
         """Plan a round of the sizes that are set."""
-        batch_size = self.per_device_train_batch_size
-        sizes: dict[str, int] = {
-            "num_processes": num_processes, "num_generations": self.num_generations, "batch_size": batch_size,
-            "num_trained_steps": self.num_trained_steps,
-            "num_merged_batches": (self.per_device_rollout_batch_size or 0) // batch_size or 1,
-        }  # fmt: skip
-        num_prompts, num_optimizer_steps = round_sizes(requested, **sizes)
-        return RoundPlan(num_prompts=num_prompts, num_optimizer_steps=num_optimizer_steps, **sizes)
+        divisors = round_divisors(self, num_processes)
+        num_prompts, num_optimizer_steps = round_sizes(requested, **divisors)
+        return RoundPlan(num_prompts=num_prompts, num_optimizer_steps=num_optimizer_steps, **divisors)
 
     def _check_launcher(self) -> None:
         if self.n_gpu > 1:

@@ -62,11 +62,6 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     old_policy_beta: float = 1.0
 
     @property
-    def num_trained_steps(self) -> int:
-        """Number of times at which each image of a round is trained."""
-        return self.num_noise_levels if self.num_noise_levels is not None else self.num_inference_steps - 1
-
-    @property
     def keeps_old_policy(self) -> bool:
         """Whether there is an old policy: a second average of the weights."""
         return self.loss_type == "nft" or self.old_policy_beta > 0

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .errors import OptionError, errors_of
-from .round_sizes import RoundSizes, round_sizes
+from .round_sizes import RoundSizes, round_divisors, round_sizes
 from .stopping import NOT_ON_WINDOWS
 
 
@@ -108,34 +108,12 @@ def image_errors(
 ) -> Iterator[OptionError]:
     """
     Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other; yield an error for each broken rule.
+    Those for the sizes of a round are [`size_errors`].
 
     `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
-    errors = [*_value_errors(args, defaults, unsupported, losses, whole)]
-    yield from errors or _size_errors(args, losses == NFT_LOSSES)
-
-
-def choice_errors(config: Any, choices: Mapping[str, Collection[Any]]) -> Iterator[OptionError]:
-    """Check the fields that take one of a few values; a command line has parsed them."""
-    for name, allowed in choices.items():
-        if (value := getattr(config, name)) not in allowed:
-            yield OptionError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.", name)
-
-
-def read_scale_rewards(scale_rewards: Any) -> Any:
-    """Return `scale_rewards` with the words of a command line or a file as truth values."""
-    return {"true": True, "false": False}.get(str(scale_rewards).lower(), scale_rewards)
-
-
-def _value_errors(
-    args: SimpleNamespace,
-    defaults: Mapping[str, Any],
-    unsupported: Collection[str],
-    losses: tuple[str, ...],
-    whole: Collection[str],
-) -> Iterator[OptionError]:
     is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
@@ -178,22 +156,26 @@ def _value_errors(
     yield from _times_errors(args) if is_nft else _step_errors(args)
 
 
-def _size_errors(args: SimpleNamespace, is_nft: bool) -> Iterator[OptionError]:
-    """Check that the sizes of a round that are set can be, if the number of processes is known."""
-    # Before they are started the command line has it, unless it is in a file of `accelerate`
-    launched = None if getattr(args, "accelerate_config", None) else 1
-    num_processes = os.environ.get("WORLD_SIZE") or getattr(args, "num_processes", None) or launched
-    if num_processes is None:
-        return
-    if is_nft:
-        num_trained_steps = args.num_noise_levels or args.num_inference_steps - 1
-    else:
-        num_trained_steps = args.num_sde_steps or len(args.sde_steps)
-    yield from errors_of(
-        round_sizes, RoundSizes(*(getattr(args, name) for name in RoundSizes._fields)), num_processes=int(num_processes),
-        num_generations=args.num_generations, batch_size=args.per_device_train_batch_size, num_trained_steps=num_trained_steps,
-        num_merged_batches=(args.per_device_rollout_batch_size or 0) // args.per_device_train_batch_size or 1,
-    )  # fmt: skip
+def choice_errors(config: Any, choices: Mapping[str, Collection[Any]]) -> Iterator[OptionError]:
+    """Check the fields that take one of a few values; a command line has parsed them."""
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in allowed:
+            yield OptionError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.", name)
+
+
+def read_scale_rewards(scale_rewards: Any) -> Any:
+    """Return `scale_rewards` with the words of a command line or a file as truth values."""
+    return {"true": True, "false": False}.get(str(scale_rewards).lower(), scale_rewards)
+
+
+def size_errors(options: Any) -> Iterator[OptionError]:
+    """Check before a run is started that the sizes of its rounds can be, if the number of processes is known."""
+    # The command line has it, unless it is in a file of `accelerate`
+    launched = None if getattr(options, "accelerate_config", None) else 1
+    num_processes = os.environ.get("WORLD_SIZE") or getattr(options, "num_processes", None) or launched
+    if num_processes is not None:
+        divisors = round_divisors(options, int(num_processes))
+        yield from errors_of(lambda: round_sizes(RoundSizes.of(options), **divisors))
 
 
 def _round_errors(args: SimpleNamespace) -> Iterator[OptionError]:

@@ -3,7 +3,7 @@
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import OptionError
 
@@ -16,6 +16,30 @@ class RoundSizes(NamedTuple):
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
     gradient_accumulation_steps: int | None = None
+
+    @classmethod
+    def of(cls, options: Any) -> "RoundSizes":
+        """Return the sizes that a config, or the options of a command line, set."""
+        return cls(*(getattr(options, name) for name in cls._fields))
+
+
+def trained_steps(options: Any) -> int:
+    """Return the number of stochastic steps, or of DiffusionNFT's and AWM's times, at which each image is trained."""
+    if hasattr(options, "num_noise_levels"):  # a field of PaCoNFTConfig
+        return options.num_noise_levels or options.num_inference_steps - 1
+    return options.num_sde_steps or len(options.sde_steps)
+
+
+def round_divisors(options: Any, num_processes: int) -> dict[str, int]:
+    """Return what divides a round, the keyword arguments of [`round_sizes`]."""
+    batch_size = options.per_device_train_batch_size
+    return {
+        "num_processes": num_processes,
+        "num_generations": options.num_generations,
+        "batch_size": batch_size,
+        "num_trained_steps": trained_steps(options),
+        "num_merged_batches": (options.per_device_rollout_batch_size or 0) // batch_size or 1,
+    }
 
 
 def round_sizes(
