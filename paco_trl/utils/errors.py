@@ -4,13 +4,13 @@
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from opcode import opmap
 from typing import Any
 
 import yaml
 
 
 TRACEBACK = "PACO_TRL_TRACEBACK"
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # Classes by name: their modules take seconds to import
 _MACHINE_ERRORS = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
 
@@ -81,10 +81,6 @@ def _wants_traceback() -> bool:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        step = step.tb_next
-    if step is None or not f"{step.tb_frame.f_globals.get('__package__')}.".startswith("paco_trl."):
-        return False
-    # Not a call or an unpacking that failed
-    return step.tb_frame.f_code.co_code[step.tb_lasti] == opmap["RAISE_VARARGS"]
+    """Tell whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_PACKAGE) and (frames[-1].line or "").startswith("raise ")
