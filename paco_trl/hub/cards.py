@@ -24,13 +24,6 @@ from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pict
 from .settings import ImageModelCard, JudgeCard, save_settings
 
 
-# Metrics of a judge -> their Hub identifiers and labels
-_JUDGE_METRICS = {
-    "auroc": ("roc_auc", "AUROC"),
-    "decision_accuracy": ("accuracy", "Accuracy of the decision"),
-    "ece": ("ece", "Calibration error (ECE, 10 bins)"),
-}
-
 # Marks where evaluations add their results to a card
 RESULTS = "<!-- results -->"
 
@@ -40,8 +33,6 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
 
 def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
     """Render a card. Sections and rows without content are left out."""
-    is_judge = isinstance(card, JudgeCard)
-    template = _TEMPLATES.get_template(f"paco_{'reward' if is_judge else 'grpo'}_model_card.md.jinja")
     base_model = public_name(card.base_model)
     bases = _CITATIONS["bases"].items()
     base_citation = next((citation for part, citation in bases if part.lower() in base_model.lower()), None)
@@ -72,7 +63,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         ]
     else:
         context |= {"code": _code, **_example(card)}
-    model_card = ModelCard(template.render(context, card_data=metadata(card).to_yaml()))
+    model_card = ModelCard(_TEMPLATES.get_template(card.template).render(context, card_data=metadata(card).to_yaml()))
     model_card.text = re.sub(r"\n{3,}", "\n\n", model_card.text).rstrip() + "\n"
     return model_card
 
@@ -132,12 +123,7 @@ def card_for(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> s
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     """Return the Hub's metadata of a card."""
-    is_adapter = card.weights == "adapter"
-    if isinstance(card, JudgeCard):
-        library, task, gallery = "peft" if is_adapter else "transformers", "image-text-to-text", dict[str, str]()
-    else:
-        gallery = card.gallery
-        library, task = "diffusers", "image-to-image" if card.trained_on == "edits" else "text-to-image"
+    is_adapter, (library, task) = card.weights == "adapter", card.library_and_task
     license, base_model = card.license, public_name(card.base_model)
     on_hub = "/" in base_model  # the Hub does not know local models
     results = [EvalResult(task_type=task, **result) for result in _results(card)]
@@ -152,7 +138,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
         license_link=license.link if license else None,
         tags=sorted({*card.tags, *(["lora"] if is_adapter else [])}),
         # Images that the Hub's widget shows with their prompts
-        widget=[{"text": prompt, "output": {"url": name}} for name, prompt in gallery.items()] or None,
+        widget=[{"text": prompt, "output": {"url": name}} for name, prompt in card.gallery.items()] or None,
         model_name=card.title if results else None,
         eval_results=results or None,
     )
@@ -186,19 +172,7 @@ def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:
         source = {"source_name": f"Published figures: {card.paper['title']}", "source_url": url}
         yield from (result | source for result in card.published["results"])
         return
-    if isinstance(card, JudgeCard):
-        rows = [
-            (name.removeprefix("eval").removeprefix("_") or "evaluation pairs", metric, label, evaluation[key])
-            for name, evaluation in card.evaluations.items()
-            for key, (metric, label) in _JUDGE_METRICS.items()
-            if key in evaluation
-        ]
-    else:
-        rows = [
-            (row.dataset or "evaluation prompts", row.reward, f"mean of the reward {row.reward}", row.mean)
-            for row in card.evaluations
-        ]
-    for dataset, metric, label, value in rows:
+    for dataset, metric, label, value in card.results():
         yield {
             "dataset_type": "evaluation", "dataset_name": dataset, "metric_type": metric, "metric_name": label,
             "metric_value": float(value),

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data.image_sets import PANEL_TEMPLATE
 from ..utils.files import write_atomically
@@ -21,6 +21,14 @@ from ..utils.paper import PAPER
 from ..utils.text import without_nan
 from .files import SETTINGS
 from .licenses import License
+
+
+# Metrics of a judge -> their Hub identifiers and labels
+_JUDGE_METRICS = {
+    "auroc": ("roc_auc", "AUROC"),
+    "decision_accuracy": ("accuracy", "Accuracy of the decision"),
+    "ece": ("ece", "Calibration error (ECE, 10 bins)"),
+}
 
 
 @dataclass
@@ -89,11 +97,16 @@ class _Card:
     settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly named like the config's
     # Only in reference cards: `config`, `command`, `tables`, ...
     published: dict[str, Any] = field(default_factory=dict)
+    pictures: list[str] = field(default_factory=list)  # file names of the card's images
+    gallery: dict[str, str] = field(default_factory=dict)  # image -> prompt, for the Hub's widget
 
 
 @dataclass
 class ImageModelCard(_Card):
     """Card of an image model: an adapter, or a full transformer that was trained or had an adapter merged into it."""
+
+    kind: ClassVar[str] = "image model"
+    template: ClassVar[str] = "paco_grpo_model_card.md.jinja"
 
     weights: str = "adapter"  # or "transformer", in a directory of that name
     formats: list[str] = field(default_factory=lambda: ["diffusers", "peft"])  # libraries that load the adapter
@@ -111,8 +124,6 @@ class ImageModelCard(_Card):
     method: str | None = None  # "PaCo-GRPO", "DiffusionNFT" or "AWM"
     rewards: list[RewardRow] = field(default_factory=list)
     evaluations: list[EvaluationRow] = field(default_factory=list)  # the last ones
-    pictures: list[str] = field(default_factory=list)  # file names of the card's images
-    gallery: dict[str, str] = field(default_factory=dict)  # image -> prompt, for the Hub's widget
 
     def __post_init__(self):
         check_panel_options(
@@ -130,14 +141,39 @@ class ImageModelCard(_Card):
         if len(self.layout) != 2 or not all(isinstance(count, int) and count > 0 for count in self.layout):
             raise ValueError(f"`layout` is {self.layout!r}, but must be the numbers of rows and columns.")
 
+    @property
+    def library_and_task(self) -> tuple[str, str]:
+        """The Hub's `library_name` and `pipeline_tag`."""
+        return "diffusers", "image-to-image" if self.trained_on == "edits" else "text-to-image"
+
+    def results(self) -> Iterator[tuple[str, str, str, float]]:
+        """Yield dataset, metric, its label and its value, for the Hub."""
+        for row in self.evaluations:
+            yield row.dataset or "evaluation prompts", row.reward, f"mean of the reward {row.reward}", row.mean
+
 
 @dataclass
 class JudgeCard(_Card):
     """Card of a judge: an adapter, or a model with an adapter merged into it."""
 
+    kind: ClassVar[str] = "judge"
+    template: ClassVar[str] = "paco_reward_model_card.md.jinja"
+
     weights: str = "adapter"  # or "merged"
     evaluations: dict[str, dict] = field(default_factory=dict)  # dataset -> its last evaluation
-    pictures: list[str] = field(default_factory=list)  # file names of the card's images
+
+    @property
+    def library_and_task(self) -> tuple[str, str]:
+        """The Hub's `library_name` and `pipeline_tag`."""
+        return "peft" if self.weights == "adapter" else "transformers", "image-text-to-text"
+
+    def results(self) -> Iterator[tuple[str, str, str, float]]:
+        """Yield dataset, metric, its label and its value, for the Hub."""
+        for name, evaluation in self.evaluations.items():
+            dataset = name.removeprefix("eval").removeprefix("_") or "evaluation pairs"
+            for key, (metric, label) in _JUDGE_METRICS.items():
+                if key in evaluation:
+                    yield dataset, metric, label, evaluation[key]
 
 
 def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
@@ -147,7 +183,7 @@ def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
 
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
-    values = {"kind": "judge" if isinstance(card, JudgeCard) else "image model", **asdict(card)}
+    values = {"kind": card.kind, **asdict(card)}
     values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):
         values[name] = values[name] and public_name(values[name])
@@ -175,12 +211,12 @@ def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
 
 def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
     """Build a card from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
-    is_judge = {"judge": True, "image model": False}[values.pop("kind")]
+    card_class = {cls.kind: cls for cls in (ImageModelCard, JudgeCard)}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
     nested_values: dict[str, Any] = {
         name: cls(**values[name]) for name, cls in (("lora", LoRA), ("license", License)) if values.get(name)
     }
-    if not is_judge:
+    if card_class is ImageModelCard:
         nested_values["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
         nested_values["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
-    return (JudgeCard if is_judge else ImageModelCard)(**{**values, **nested_values})
+    return card_class(**{**values, **nested_values})
