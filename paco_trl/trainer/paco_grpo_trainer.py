@@ -143,7 +143,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the ratio
             that must be 1 before an update.
         """
-        clip, loss_type = (self.epsilon_low, self.epsilon_high), self.args.loss_type
+        clip, loss_type = self.args.clip_range, self.args.loss_type
         log_probs = step.log_prob, step.old_log_prob
         if loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)

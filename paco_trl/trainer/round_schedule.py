@@ -97,6 +97,12 @@ class RoundSchedule:
         per_epoch = self.rounds_per_epoch * self.optimizer_steps_per_round
         return self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)
 
+    def describe(self) -> str:
+        """Format the arithmetic of the rounds as one line."""
+        rows, prompts = self.rows_per_round, self.plan.num_prompts
+        sets = f" Its prompts are of {rows} rows." if rows < prompts else ""
+        return self.plan.describe() + sets + self.describe_unused()
+
     def describe_unused(self) -> str:
         """Say how many rows are in no round of the run, if any are."""
         unused = self.num_rows - len(self.remaining_row_numbers(self.max_steps, 0))

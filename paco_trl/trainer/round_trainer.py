@@ -190,10 +190,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-        self.has_reference = has_reference = args.has_reference
         pipeline_policy, self.ref_model = make_policy(
             self.pipeline, self.family, adapter, self.compute_dtype, is_deepspeed,
-            reference=args.reference if has_reference else None,
+            reference=args.reference if args.has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
             quantization=args.quantization,
         )  # fmt: skip
@@ -222,8 +221,6 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.reward_funcs, self.reward_func_names = self.rewards.functions, self.rewards.names
         self.reward_weights = self.rewards.weights
         self.num_generations = args.num_generations  # = G in the paper
-        self.num_iterations = args.num_iterations
-        self.epsilon_low, self.epsilon_high = args.clip_range
         self.beta = args.beta
         self.policy = Policy(
             pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
@@ -242,10 +239,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._encode_time = self._generation_time = self._train_time = 0.0
         self._add_callbacks()
         if self.accelerator.is_main_process and not args.disable_tqdm:
-            rows = self.schedule.rows_per_round
-            sets = f" Its prompts are of {rows} rows." if rows < self.round_plan.num_prompts else ""
-            # Logs at level info are hidden
-            tqdm.write(self.round_plan.describe() + sets + self.schedule.describe_unused())
+            tqdm.write(self.schedule.describe())  # logs at level info are hidden
 
     def _load_pipeline(
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, adapter: LoraConfig | SavedAdapter | None,
@@ -628,7 +622,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _velocities(self, model, step: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a step, and the reference's if the loss has one."""
         ref_velocity = None
-        if self.has_reference:
+        if self.args.has_reference:
             with torch.no_grad(), self._reference(model) as reference:
                 ref_velocity = self.policy.predict(reference, step)
         return self.policy.predict(model, step, self.args.detach_unconditional), ref_velocity
