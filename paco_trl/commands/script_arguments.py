@@ -485,10 +485,10 @@ def get_peft_config(
         adapter: Any = check_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
-            value, its = getattr(script_args, option), getattr(adapter.config, name)
-            if value is not None and (set(value) if isinstance(value, list) else value) != its:
+            value, saved = getattr(script_args, option), getattr(adapter.config, name)
+            if value is not None and (set(value) if isinstance(value, list) else value) != saved:
                 raise OptionError(
-                    f"`--{option}` is {value}, but the adapter has {its}. Leave it out.", option, "adapter"
+                    f"`--{option}` is {value}, but the adapter has {saved}. Leave it out.", option, "adapter"
                 )
         return adapter
     rank = 64 if script_args.lora_r is None else script_args.lora_r
