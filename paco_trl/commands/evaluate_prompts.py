@@ -127,8 +127,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
                 _generate(spec, settings, rows, files, accelerator)
                 gc.collect()
             role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
-            system = {"role": role, "name": title, "settings": public_settings, "files": files, "leak": leak}
-            systems.append(system)
+            systems.append({"role": role, "name": title, "settings": public_settings, "files": files, "leak": leak})
         with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
                 system["scores"] = _score(rewards, rows, system["files"], output_dir / name)

@@ -11,11 +11,13 @@ from ..utils.lazy import lazy_imports
 
 
 __all__ = [
-    "build_tiny_flux", "build_tiny_flux_kontext", "build_tiny_qwen2_5_vl", "build_tiny_stable_diffusion_3",
+    "build_tiny_flux", "build_tiny_flux2_klein", "build_tiny_flux_kontext", "build_tiny_qwen2_5_vl",
+    "build_tiny_stable_diffusion_3",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from .flux import build_tiny_flux, build_tiny_flux_kontext
+    from .flux2 import build_tiny_flux2_klein
     from .qwen2_5_vl import build_tiny_qwen2_5_vl
     from .stable_diffusion_3 import build_tiny_stable_diffusion_3
 

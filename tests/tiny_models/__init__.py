@@ -16,13 +16,14 @@ __all__ = [
 if TYPE_CHECKING:
     from paco_trl.tiny import (
         build_tiny_flux,
+        build_tiny_flux2_klein,
         build_tiny_flux_kontext,
         build_tiny_qwen2_5_vl,
         build_tiny_stable_diffusion_3,
     )
 
     from .clip import build_tiny_clip
-    from .flux2 import build_tiny_flux2, build_tiny_flux2_klein
+    from .flux2 import build_tiny_flux2
     from .longcat_image import build_tiny_longcat_image, build_tiny_longcat_image_edit, build_tiny_ovis_image
     from .qwen_image import (
         build_tiny_qwen_image,

@@ -13,11 +13,11 @@ from diffusers import (
 from transformers import Qwen2VLProcessor, Qwen3Model
 
 from paco_trl.tiny.flux import build_scheduler, build_vae
+from paco_trl.tiny.flux2 import qwen3_config, train_qwen3_tokenizer
 from paco_trl.tiny.parts import ATTENTION, enlarge, save, weights_of
 from paco_trl.tiny.qwen2_5_vl import build_model_and_processor
 
 from .parts import CONFIGS
-from .z_image import qwen3_config, train_qwen3_tokenizer
 
 
 def build_tiny_longcat_image(folder: str | Path, seed: int = 0) -> Path:
