@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from huggingface_hub import is_offline_mode
 from peft import LoraConfig
 from rich.console import Console
@@ -444,7 +445,7 @@ class TestMemory:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         row = doctor.memory_row(tiny_plan, 2**40, int(1.5 * tiny_plan.host_peak))
         assert row.verdict == ("ok" if fits else "warning") and ("Host memory" in row.advice) is not fits
-        assert f"for each of {processes} process(es)" in row.finding
+        assert f"for each of {processes} process(es)" in row.finding and "are mapped from files" in row.finding
 
     @pytest.mark.slow
     def test_another_card_is_planned_without_weights(self, make_arguments, tiny_flux, tmp_path):
@@ -546,6 +547,14 @@ class TestMemory:
             plan = doctor.image_plan(script_arguments.ScriptArguments(**options), tiny_plan.run.args, prompts)
             found.append(len(plan.run.judges))
         assert found == [1, 1, 0, 0, 1]
+
+    def test_the_rows_of_the_evaluation_are_planned(self, examine, monkeypatch):
+        plans = []
+        monkeypatch.setattr(doctor, "memory_row", lambda plan, *args: plans.append(plan) or doctor.Row("ok", ""))
+        sizes = Dataset.from_list([{"prompt": "A fox.", "height": 96, "width": 64}])
+        monkeypatch.setattr(doctor, "load_eval_prompts", lambda script_args: sizes)
+        examine("memory")
+        assert plans[0].run.eval_image.size == (96, 64)
 
     def test_a_judge_is_planned(self, tiny_qwen, tmp_path):
         arguments = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path)]

@@ -27,7 +27,7 @@ from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
-from paco_trl.planning.judge_run import judge_tokens
+from paco_trl.planning.judge_run import QUESTION_TOKENS, judge_tokens
 from paco_trl.planning.known_models import resolve_model_configs
 from paco_trl.planning.peaks import (
     LiveBytes,
@@ -38,7 +38,7 @@ from paco_trl.planning.peaks import (
     training_precision,
     weights_bytes,
 )
-from paco_trl.planning.plan import optimizer_bytes, training_memory
+from paco_trl.planning.plan import LIBRARIES, format_size, optimizer_bytes, training_memory
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import family_of
 from paco_trl.rollout.loading import load_without_weights
@@ -70,7 +70,7 @@ LORA = LoraConfig(r=4, lora_alpha=8)
 @pytest.fixture
 def make_plan(tiny_flux, prompts, make_trainer) -> Callable:
     def make(peft_config=LORA, **settings) -> MemoryPlan:
-        return plan_memory(str(tiny_flux), make_trainer(**settings).args, prompts, peft_config)
+        return plan_memory(str(tiny_flux), make_trainer(**settings).args, prompts, peft_config, eval_dataset=prompts)
 
     return make
 
@@ -194,7 +194,7 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     tensors = [tensor for record in records for tensor in (record.sample, record.prev_sample, record.mean)]
     tensors += [t for r in records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
+    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA, eval_dataset=prompts)
     kept = device_of(plan)["round"]
     assert device_of(plan, "evaluate")["replaced weights"] > 0
     assert device_of(plan, "generate")["replaced weights"] == 0
@@ -210,7 +210,7 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     trainer.train()
     leaves = tree_leaves([vars(entry["step"]) for entry in entries_of(trainer.round)])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
-    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA)
+    plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA, eval_dataset=prompts)
     assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)
     # While an average generates, the weights in training are there as well
     for phase, average in (("generate", trainer.old_policy.average), ("evaluate", trainer.ema.average)):
@@ -269,7 +269,9 @@ def test_the_judges_batch(make_trainer, tiny_flux, tiny_qwen, prompts):
     for before, after in zip((*plan.phases, *plan.commands), (*small.phases, *small.commands), strict=True):
         is_judging = before.device.get("activations of the judge", 0) > 0
         assert (after.total < before.total) is is_judging, before.name
-    assert device_of(small, "score")["activations of the judge"] == small.run.judges[0].peak(2, judge_tokens(32 * 32))
+    assert device_of(small, "score")["activations of the judge"] == small.run.judges[0].peak(
+        2, judge_tokens(32 * 32, QUESTION_TOKENS)
+    )
 
 
 def test_quantized_weights():
@@ -285,22 +287,25 @@ def test_quantized_weights():
 def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_trainer, tiny_flux, prompts):
     args = make_trainer(num_prompts_per_generation=1, optimizer_steps_per_generation=1).args
     plan = plan_memory(str(tiny_flux), args, concatenate_datasets([prompts] * 5), LORA)
-    load = plan.phases[0].host
-    one = sum(tensor.nbytes for tensor in plan.run.embeddings().values())
+    load, mapped = plan.phases[0].host, plan.phases[0].mapped
+    one = sum(tensor.nbytes for tensor in plan.run.embeddings(plan.run.image).values())
     assert load["embeddings"] == ROUNDS_AHEAD * one
     assert plan_memory(str(tiny_flux), args, prompts.select(range(2)), LORA).phases[0].host["embeddings"] == 2 * one
     quantized = replace(plan, quantization="int8").phases[0].host
-    for part, model in (("text encoders", None), ("transformer", plan.run.model)):
-        models = plan.run.text_encoders if model is None else [model]
+    for part, models in (("text encoders", plan.run.text_encoders), ("frozen weights", [plan.run.model])):
         layers = [layer for model in models for layer in quantized_layers(model, "int8")]
         saved = sum(layer.weight.nbytes - layer.weight.numel() for layer in layers)
-        assert load[part] - quantized[part] == saved > 0
+        assert mapped[part] - quantized[part] == saved > 0 and part not in load
     assert plan.host_peak == max(sum(phase.host.values()) for phase in plan.phases) > load["libraries"]
+    assert replace(plan, quantization="int8").phases[0].mapped == {
+        "VAE": mapped["VAE"]
+    }  # the only one that is as in its file
+    assert plan.mapped_peak == sum(mapped.values()) and format_size(plan.mapped_peak) in str(plan)
 
 
 def test_what_takes_turns_in_commands_is_planned_alone(make_trainer, tiny_flux, tiny_qwen, prompts):
     args = make_trainer(per_device_eval_batch_size=1).args
-    plan = plan_memory(str(tiny_flux), args, prompts, LORA, [str(tiny_qwen)])
+    plan = plan_memory(str(tiny_flux), args, prompts, LORA, [str(tiny_qwen)], eval_dataset=prompts)
     rows = {phase.name: phase.device for phase in plan.commands}
     assert [*rows] == ["evaluate prompts", "evaluate images", "build grids", "space"]
     # The tiny judge is larger than a turn of the pipeline
@@ -324,22 +329,22 @@ def test_what_takes_turns_in_commands_is_planned_alone(make_trainer, tiny_flux, 
 
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):
     models = [str(tiny_qwen), str(tiny_models.build_tiny_clip(tmp_path / "clip"))]
-    plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models)
+    plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models, eval_dataset=prompts)
     without = replace(plan, serves_judge=True)
     offloaded = replace(plan, offload_rewards=True)
     stays, visits = ({phase.name: phase for phase in each.phases} for each in (plan, offloaded))
     rewards, clip = stays["train"].device["rewards"], device_of(without)["rewards"]
     assert rewards - clip == weights_bytes(plan.run.judges[0].network) and clip > 0
-    for phase in ("generate", "decode", "train", "evaluate"):
+    for phase in ("generate", "decode", "train"):
         assert stays[phase].device["rewards"] == rewards and visits[phase].device["rewards"] == 0
     # Next to it: what a round keeps and the weights; no images are generated meanwhile
-    assert visits["score"].device["rewards"] == rewards == visits["score"].host["rewards"]
+    assert visits["score"].device["rewards"] == rewards == visits["score"].mapped["rewards"]
     assert {"VAE", "activations"} <= stays["score"].device.keys() - visits["score"].device.keys()
     shared = stays["score"].device.keys() & visits["score"].device.keys()
     assert all(stays["score"].device[part] == visits["score"].device[part] for part in shared)
-    assert {"activations of the judge"} <= shared & (
-        stays["evaluate"].device.keys() - visits["evaluate"].device.keys()
-    )
+    assert {"activations of the judge"} <= shared and "activations" in stays["evaluate"].device
+    # The tiny judge is larger than what generates, so the evaluation's peak is its visit
+    assert visits["evaluate"].device["rewards"] == rewards and "activations" not in visits["evaluate"].device
     assert offloaded.peak < plan.peak
 
 
@@ -355,7 +360,33 @@ def test_the_longest_prompt_is_that_of_an_image(make_trainer, tiny_flux):
     sets = [{"layout": "separate", "theme": theme, "panels": panels} for theme, panels in rows]
     assert len(" ".join(rows[0][1])) > len(" ".join(rows[1][1]))
     plan = plan_memory(str(tiny_flux), make_trainer().args, Dataset.from_list(sets), LORA)
-    assert plan.run.prompt == "A hare. It eats slowly."
+    assert plan.run.image.prompt == "A hare. It eats slowly."
+
+
+def test_an_evaluation_is_that_of_its_rows(make_trainer, tiny_flux, tiny_qwen, prompts):
+    sizes = [{"prompt": "A fox.", "height": 64, "width": 64}, {"prompt": "A hare.", "height": 96, "width": 64}]
+    make = functools.partial(plan_memory, str(tiny_flux), make_trainer().args, prompts, LORA, [str(tiny_qwen)])
+    without, same, found = make(), make(eval_dataset=prompts), make(eval_dataset=Dataset.from_list(sizes))
+    *phases, evaluate = same.phases
+    assert evaluate.name == "evaluate" and phases == without.phases and without.commands == same.commands
+    assert (same.run.eval_image.size, found.run.eval_image.size) == ((64, 64), (96, 64))
+    assert found.run.eval_image.prompt == "A hare." and found.phases[:-1] == phases
+    # Two images without panels, and not the panels of one grid
+    for plan, pixels in ((same, 64 * 64), (found, 2 * 96 * 64)):
+        uses, run = device_of(plan, "evaluate"), plan.run
+        assert uses["activations of the judge"] == run.judges[0].peak(8, judge_tokens(pixels, QUESTION_TOKENS))
+        size = plan.run.args.per_device_eval_batch_size
+        peaks = [extrapolate(peak, size, run.eval_image, None) for peak in (run.step_peak, run.decoding_peak)]
+        assert uses["activations"] == max(peaks)
+    for before, after in zip(same.commands, found.commands, strict=True):
+        assert (after.total > before.total) is ("rewards" in after.device or "activations" in after.device)
+    assert found.phases[-1].total > evaluate.total
+
+
+def test_a_question_about_two_images_has_fewer_tokens_than_an_answered_one():
+    """Measured with the published tokenizer, at 512 and 1024 pixels: 725 and 2815."""
+    for size, measured in ((512, 725), (1024, 2815)):
+        assert measured < judge_tokens(2 * size**2, QUESTION_TOKENS) < 1.2 * measured
 
 
 @pytest.mark.slow
@@ -366,13 +397,14 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     sets = Dataset.from_list([{"layout": "separate", "theme": "A fox.", "panels": ["It sits.", "It runs."]}] * 4)
     found, tokens, trained = {}, {}, {}
     for way in ("independent", "anchored"):
-        plan = replace(plan_memory(model, replace(args, panel_generation=way), sets, LORA), vae_tiling=True)
+        plan = plan_memory(model, replace(args, panel_generation=way), sets, LORA, eval_dataset=sets)
+        plan = replace(plan, vae_tiling=True)
         tokens[way] = plan.run.transformer_calls(1)[0]["hidden_states"].shape[1]
         trained[way] = sum(device_of(plan).values())
         found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
     assert tokens["anchored"] == 2 * tokens["independent"] and trained["anchored"] > trained["independent"]
     # It is encoded without tiles, unlike what is decoded
-    encoded = plan.run.first_panel_peak(False)
+    encoded = plan.run.first_panel_peak(plan.run.image)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
@@ -409,6 +441,10 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
     args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64, per_device_train_batch_size=2)
     plan = plan_memory(str(tiny_qwen), args)
     load, train, evaluate = plan.phases
+    assert load.host == train.host == evaluate.host == {"libraries": LIBRARIES}
+    assert load.mapped == {"frozen weights": train.device["frozen weights"]} and not train.mapped
+    quantized = replace(plan, quantization="int8").phases[0]
+    assert not quantized.mapped and LIBRARIES < sum(quantized.host.values()) < LIBRARIES + sum(load.mapped.values())
     assert isinstance(train, Phase) and train.total == sum(train.device.values()) > 0
     assert plan.peak == max(train.total, evaluate.total) > load.total == 0
     lines = {line.split()[0]: line for line in str(plan).splitlines() if line.split()}
@@ -419,9 +455,9 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
 def test_the_plan_is_silent_about_long_prompts(make_plan, caplog):
     """The prompts are longer than the tokenizers read, which a check of their own says."""
     run = make_plan().run
-    run.embeddings()
+    run.embeddings(run.image)
     assert not caplog.messages
-    run.family.encode_prompt(run.pipeline, run.prompt, torch.device("cpu"), [], 1.0)
+    run.family.encode_prompt(run.pipeline, run.image.prompt, torch.device("cpu"), [], 1.0)
     assert "was truncated" in caplog.text
 
 

@@ -101,7 +101,7 @@ def plan(words: list[str], report: Path) -> None:
     """Write the plan of the command in place of running it."""
 
     def write(trainer, model: str, reward_funcs, args, train_dataset, *, peft_config=None, **kwargs) -> None:
-        planned = plan_memory(model, args, train_dataset, peft_config)
+        planned = plan_memory(model, args, train_dataset, peft_config, eval_dataset=kwargs["eval_dataset"])
         phases = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
         report.write_text(json.dumps({"phases": phases, "forward": count_operations(planned.run)}), encoding="utf-8")
         raise SystemExit

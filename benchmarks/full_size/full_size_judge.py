@@ -40,7 +40,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands import main as commands
 from paco_trl.data import make_pair, theme_question
 from paco_trl.planning import plan_memory
-from paco_trl.planning.judge_run import judge_tokens
+from paco_trl.planning.judge_run import QUESTION_TOKENS, judge_tokens
 from paco_trl.planning.known_models import write_known_model
 from paco_trl.rewards import JudgeUnavailableError, ServedJudge
 from paco_trl.tiny import build_tiny_qwen2_5_vl
@@ -120,7 +120,11 @@ def score(model: Path, report: Path) -> None:
     for size in SIZES:
         with phases.phase(f"one pair, {size} pixels"):
             (single,) = judge.score([tuple(panels(size)[:2])], QUESTION)
-        sizes[size] = {"tokens": max(tokens), "tokens of the plan": judge_tokens(size**2), "score": single}
+        sizes[size] = {
+            "tokens": max(tokens),
+            "tokens of the plan": judge_tokens(2 * size**2, QUESTION_TOKENS),
+            "score": single,
+        }
         tokens.clear()
     with phases.phase("six pairs, 512 pixels"):
         scores = judge.score(list(combinations(panels(512), 2)), QUESTION)

@@ -332,9 +332,12 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
 def check_memory(state: DoctorState) -> Row:
     """Plan the memory of a process by phase, from configs alone, and compare it with a device."""
     total = state.plan_args.memory_of(state.args)
-    make_plan = image_plan if isinstance(state.args, PaCoGRPOConfig) else judge_plan
+    if isinstance(state.args, PaCoGRPOConfig):
+        plan = image_plan(state.script_args, state.args, state.train_dataset, state.eval_dataset)
+    else:
+        plan = judge_plan(state.script_args, state.args)
     host = host_memory() if state.plan_args.device_memory is None else None  # another card may be in another machine
-    return memory_row(make_plan(state.script_args, state.args, state.train_dataset), total, host)
+    return memory_row(plan, total, host)
 
 
 def host_memory() -> int:
@@ -344,20 +347,23 @@ def host_memory() -> int:
     return total if content == "max" else min(int(content), total)
 
 
-def judge_plan(script_args: reward.ScriptArguments, args: Any, dataset: None = None) -> MemoryPlan:
+def judge_plan(script_args: reward.ScriptArguments, args: Any) -> MemoryPlan:
     """Plan the memory of a judge's training."""
     peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
     quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
     return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
 
 
-def image_plan(script_args: ScriptArguments, args: PaCoGRPOConfig, dataset: Dataset) -> MemoryPlan:
+def image_plan(
+    script_args: ScriptArguments, args: PaCoGRPOConfig, train_dataset: Dataset, eval_dataset: Dataset | None = None
+) -> MemoryPlan:
     """Plan the memory of a PaCo-GRPO, DiffusionNFT or AWM run."""
     rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
     models = [model for model, url in judges_of(script_args) if url is None]
     models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
-    arguments = (script_args.model_name_or_path, args, dataset, get_peft_config(script_args, args.model_init_kwargs))
-    return plan_memory(*arguments, models, script_args.judge_quantization)
+    peft_config = get_peft_config(script_args, args.model_init_kwargs)
+    arguments = (script_args.model_name_or_path, args, train_dataset, peft_config, models)
+    return plan_memory(*arguments, script_args.judge_quantization, eval_dataset)
 
 
 def _memory_savings(plan: MemoryPlan) -> list[str]:
@@ -402,7 +408,9 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         lines[-1] = f"{lines[-1][:-1]}; this one has {format_size(host)}."
         if count * plan.host_peak > host:
             verdict = verdict if verdict == FAILED else WARNING
-            advice += " Host memory is short: `--quantization int8` or `nf4`, fewer processes, no `offload` options."
+            advice += " Host memory is short: fewer processes, no `offload` options, or `embeddings_dir`."
+    if plan.mapped_peak:
+        lines.append(f"Besides, {format_size(plan.mapped_peak)} are mapped from files, which the system can drop.")
     return Row(verdict, "\n".join(lines), advice.strip(), table=plan.table())
 
 

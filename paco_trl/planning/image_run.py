@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of an image model's training."""
+"""Memory of an image model's training, and of commands that generate with it."""
 
 import copy
 import functools
@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.round_trainer import ROUNDS_AHEAD
 from ..utils.model_files import hub_arguments
 from ..utils.pipelines import truncations_counted
-from .judge_run import JudgeNetwork, judge_tokens
+from .judge_run import QUESTION_TOKENS, JudgeNetwork, judge_tokens
 from .peaks import (
     PlanMode,
     dequantize_in_forward,
@@ -61,20 +62,42 @@ def return_zeros(encoder: Any) -> None:
     encoder.forward = forward
 
 
+@dataclass(frozen=True)
+class PlannedImage:
+    """The image of a dataset that takes the most memory; `scale` is that of its source images."""
+
+    rows: PromptRows
+    row_number: int
+    prompt: str
+    size: tuple[int, int]
+    scale: float
+
+    @classmethod
+    def largest(cls, rows: PromptRows, sizes: list[tuple[int, int]], scale: float) -> "PlannedImage":
+        """Find the row with the largest size and the longest prompt."""
+        largest = lambda prompt: (math.prod(sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
+        row_number, prompt = max(rows.image_prompts, key=largest)
+        return cls(rows, row_number, prompt, sizes[row_number], scale)
+
+    @property
+    def negative_prompt(self) -> str | None:
+        return self.rows.negative_prompts[self.row_number]
+
+
 class ImageRun:
-    """Memory model of an image model's training, for the row with the largest images and the longest prompt."""
+    """Memory model of an image model's training, for the largest images with the longest prompts."""
 
     # Prompts go through the real tokenizers and through text encoders that return zeros, and the pipeline itself
     # computes the transformer's arguments. The transformer, its backward pass and the VAE run on tensors without data.
 
     def __init__(
-        self, model: str, args: PaCoGRPOConfig, peft_config: Any, dataset: Dataset | None,
+        self, model: str, args: PaCoGRPOConfig, peft_config: Any, train_dataset: Dataset, eval_dataset: Dataset | None,
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
         self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
         self._read_rewards(reward_models, judge_quantization)
         self._load(model, peft_config)
-        self._read_prompts(dataset)
+        self._read_prompts(train_dataset, eval_dataset)
         names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         self.settings = {name: getattr(args, name) for name in names} | {
             "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
@@ -116,19 +139,18 @@ class ImageRun:
             return_zeros(encoder)
         self.channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
 
-    def _read_prompts(self, dataset: Dataset | None) -> None:
-        """Find the row with the largest images and the longest prompt."""
-        args = self.args
-        rows = self.rows = PromptRows(dataset, args, "the dataset").measure(self.pipeline, self.family)
-        size = lambda prompt: (math.prod(rows.training_sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
-        self.row_number, self.prompt = max(rows.image_prompts, key=size)
-        self.negative_prompt = rows.negative_prompts[self.row_number]
+    def _read_prompts(self, train_dataset: Dataset, eval_dataset: Dataset | None) -> None:
+        """Find the images of training and evaluation that take the most memory."""
+        read = lambda dataset, where: PromptRows(dataset, self.args, where).measure(self.pipeline, self.family)  # noqa: E731
+        rows = self.rows = read(train_dataset, "the dataset")
+        self.evaluates = eval_dataset is not None
+        eval_rows = read(eval_dataset, "the evaluation dataset") if self.evaluates else rows
+        self.image = PlannedImage.largest(rows, rows.training_sizes, self.args.resolution_scale)
+        self.eval_image = PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)
+        self.size = "{} x {}".format(*self.image.size)
         self.max_batch_size = (
             1 if rows.is_anchored and not self.family.batches_sources else self.family.max_batch_size or 1024
         )
-        # Indexed by `is_full`: the training size, and the full inference size
-        self.sizes = rows.training_sizes[self.row_number], rows.inference_sizes[self.row_number]
-        self.scales, self.size = (args.resolution_scale, 1.0), "{} x {}".format(*self.sizes[0])
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
         self.judges, self.clip_bytes = list[JudgeNetwork](), 0
@@ -141,19 +163,19 @@ class ImageRun:
                 self.judges.append(make(config.name_or_path))
 
     @functools.cache  # noqa: B019  (lives as long as the plan)
-    def embeddings(self, is_full: bool = False) -> dict[str, torch.Tensor]:
+    def embeddings(self, image: PlannedImage) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt, as zeros in the real shapes with batch dimension 1."""
-        images = self.rows.images(self.row_number) if self.family.prompt_sees_images else []
-        encoding_arguments = (torch.device("cpu"), images, self.scales[is_full])
+        images = image.rows.images(image.row_number) if self.family.prompt_sees_images else []
+        encoding_arguments = (torch.device("cpu"), images, image.scale)
         with truncations_counted(self.pipeline):  # tokenizers warn of each long text
-            embeddings = dict(self.family.encode_prompt(self.pipeline, self.prompt, *encoding_arguments))
-            if self.negative_prompt is not None:
-                negative = self.family.encode_prompt(self.pipeline, self.negative_prompt, *encoding_arguments)
+            embeddings = dict(self.family.encode_prompt(self.pipeline, image.prompt, *encoding_arguments))
+            if image.negative_prompt is not None:
+                negative = self.family.encode_prompt(self.pipeline, image.negative_prompt, *encoding_arguments)
                 embeddings |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         return embeddings
 
-    def panel(self, is_full: bool) -> Image.Image:
-        return self.family.prepare_panel(self.pipeline, Image.new("RGB", self.sizes[is_full][::-1]))
+    def panel(self, image: PlannedImage) -> Image.Image:
+        return self.family.prepare_panel(self.pipeline, Image.new("RGB", image.size[::-1]))
 
     def encode_image(self, image: Image.Image) -> torch.Tensor:
         """Encode a prepared source image, never in tiles."""
@@ -163,28 +185,31 @@ class ImageRun:
             return self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
 
     @functools.cache  # noqa: B019
-    def transformer_calls(self, batch_size: int, is_full: bool = False) -> list[dict]:
-        """Record the arguments of the transformer's calls in a step, as tensors without data."""
+    def transformer_calls(self, batch_size: int, image: PlannedImage | None = None) -> list[dict]:
+        """Record the arguments of the transformer's calls in a step, by default of training, as tensors without data."""
+        image = image or self.image
         calls: list[dict] = []
-        num_calls = self.family.max_calls if self.negative_prompt is not None else 1
+        num_calls = self.family.max_calls if image.negative_prompt is not None else 1
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
             calls.append(dict(self.signature.bind(*args, **kwargs).arguments))
             if len(calls) == num_calls:
                 raise TransformerReachedError
 
-        images = self.rows.images(self.row_number)
-        source_images = [self.family.prepare_image(self.pipeline, image, self.scales[is_full]) for image in images]
-        if self.rows.is_anchored:
-            source_images.append(self.panel(is_full))
-        sources = [EncodedImage(image, torch.zeros(self.encode_image(image).shape)) for image in source_images]
-        arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(is_full).items()}
+        sources = [
+            self.family.prepare_image(self.pipeline, source, image.scale)
+            for source in image.rows.images(image.row_number)
+        ]
+        if image.rows.is_anchored:
+            sources.append(self.panel(image))
+        encoded = [EncodedImage(source, torch.zeros(self.encode_image(source).shape)) for source in sources]
+        arguments = {n: t.expand(batch_size, *t.shape[1:]) for n, t in self.embeddings(image).items()}
         arguments = {n: t.float() if t.is_floating_point() else t for n, t in arguments.items()}
-        keys: list[tuple[int, ...]] = [(0, image) for image in range(batch_size)]
+        keys: list[tuple[int, ...]] = [(0, number) for number in range(batch_size)]
         handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
         steps, scale = self.args.num_inference_steps, self.args.guidance_scale
         with handle, self.training_precision(), skip_equal_blocks(self.model), suppress(TransformerReachedError):
-            self.policy.generate(arguments, *self.sizes[is_full], steps, scale, keys, sources=sources)
+            self.policy.generate(arguments, *image.size, steps, scale, keys, sources=encoded)
         # Keep masks, whose values Qwen-Image-2.1's transformer reads
         to_fake = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
         return tree_map_only(torch.Tensor, to_fake, calls)
@@ -196,18 +221,18 @@ class ImageRun:
         return self._transformer_peak(self.transformer_calls(batch_size), quantization, is_training=True)
 
     @functools.cache  # noqa: B019
-    def step_peak(self, batch_size: int, is_full: bool = False, quantization: str | None = None) -> int:
+    def step_peak(self, batch_size: int, image: PlannedImage, quantization: str | None) -> int:
         """Measure the peak of a sampling step."""
-        return self._transformer_peak(self.transformer_calls(batch_size, is_full), quantization)
+        return self._transformer_peak(self.transformer_calls(batch_size, image), quantization)
 
     def _transformer_peak(self, calls: list[dict], quantization: str | None, is_training: bool = False) -> int:
         with self.mode, self.training_precision(), dequantize_in_forward(self.model, quantization):
             return measure_peak(lambda: [self.model(**call)[0] for call in calls], self.model, is_training)
 
     @functools.cache  # noqa: B019
-    def decoding_peak(self, batch_size: int, is_full: bool, tiled: bool) -> int:
+    def decoding_peak(self, batch_size: int, image: PlannedImage, tiled: bool) -> int:
         """Measure the peak of the VAE's decoder."""
-        sides = [side // self.pipeline.vae_scale_factor for side in self.sizes[is_full]]
+        sides = [side // self.pipeline.vae_scale_factor for side in image.size]
         frames = [1] if "z_dim" in self.vae.config else []  # the VAE of a video model
         (self.vae.enable_tiling if tiled else self.vae.disable_tiling)()
         with self.mode, self.training_precision():
@@ -215,9 +240,9 @@ class ImageRun:
             return measure_peak(lambda: self.vae.decode(latents, return_dict=False), self.vae)
 
     @functools.cache  # noqa: B019
-    def first_panel_peak(self, is_full: bool) -> int:
+    def first_panel_peak(self, image: PlannedImage) -> int:
         """Measure the peak of the VAE's encoder for a first panel."""
-        return measure_peak(lambda: self.encode_image(self.panel(is_full)), self.vae)
+        return measure_peak(lambda: self.encode_image(self.panel(image)), self.vae)
 
     @property
     def has_old_policy(self) -> bool:
@@ -238,10 +263,8 @@ class ImageRun:
         # The latents before and after a step, and its mean; in DiffusionNFT and AWM an input, a target and a velocity
         # per time. With source images, the transformer's input as well
         num_latents = 3 + 2 * bool(self.rows.sources or self.rows.is_anchored)
-        num_latents += (
-            self.has_old_policy and args.loss_type == "awm"
-        )  # the old policy's velocity besides the rollout's
-        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.sizes[0]) * self.channels
+        num_latents += self.has_old_policy and args.loss_type == "awm"  # its velocity besides the rollout's
+        latent = math.prod(side // self.pipeline.vae_scale_factor for side in self.image.size) * self.channels
         images = round_plan.micro_batches_per_process * round_plan.batch_size
         return FLOAT32 * num_latents * round_plan.num_trained_steps * images * latent
 
@@ -250,23 +273,28 @@ class ImageRun:
         args = self.args
         batch, eval_batch = plan.batch_size * args.round_plan.num_merged_batches, args.per_device_eval_batch_size
         train = extrapolate(self.training_peak, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
-        step = extrapolate(self.step_peak, batch, False, plan.quantization)
-        decode = extrapolate(self.decoding_peak, batch, False, plan.vae_tiling)
-        is_full = args.resolution_scale != 1  # otherwise the same as in training
-        evaluate = extrapolate(self.step_peak, eval_batch, is_full, plan.quantization)
-        evaluate = max(evaluate, extrapolate(self.decoding_peak, eval_batch, is_full, plan.vae_tiling))
+        step = extrapolate(self.step_peak, batch, self.image, plan.quantization)
+        decode = extrapolate(self.decoding_peak, batch, self.image, plan.vae_tiling)
+        evaluate = max(
+            extrapolate(self.step_peak, eval_batch, self.eval_image, plan.quantization),
+            extrapolate(self.decoding_peak, eval_batch, self.eval_image, plan.vae_tiling),
+        )
         if self.rows.is_anchored:  # a first panel is encoded in between
-            step = max(step, self.first_panel_peak(False))
-            evaluate = max(evaluate, self.first_panel_peak(is_full))
+            step = max(step, self.first_panel_peak(self.image))
+            evaluate = max(evaluate, self.first_panel_peak(self.eval_image))
         return {"generate": step, "decode": decode, "train": train, "evaluate": evaluate}
 
-    def _judge_activations(self, plan: MemoryPlan, size: tuple[int, int]) -> int:
+    def _judge_activations(self, plan: MemoryPlan, image: PlannedImage) -> dict[str, int]:
         """Return the activations of the largest judge."""
+        # It sees pairs of panels or a whole grid, and images without panels in pairs
+        num_images = 2 if image.rows.image_layouts[image.row_number] == (1, 1) else 1
+        num_tokens = judge_tokens(num_images * math.prod(image.size), QUESTION_TOKENS)
         judges = () if plan.serves_judge else self.judges
-        return max((judge.peak(plan.judge_batch_size, judge_tokens(math.prod(size))) for judge in judges), default=0)
+        peaks = [judge.peak(plan.judge_batch_size, num_tokens) for judge in judges]
+        return {"activations of the judge": max(peaks, default=0)}
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
-        args, prompt_embeddings = self.args, self.embeddings().values()
+        args, prompt_embeddings = self.args, self.embeddings(self.image).values()
         frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
         encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
         vae, num_shards = self.weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
@@ -288,74 +316,85 @@ class ImageRun:
         # While an average generates, `use_weights` keeps the trained weights, in the dtype of the forward pass
         replaced_bytes = self.element_size * self.num_trained // num_shards
         rollout = {**generation, "replaced weights": replaced_bytes * self.has_old_policy}
-        evaluation = {**generation, "replaced weights": replaced_bytes * (args.ema_decay is not None)}
+        eval_replaced = {"replaced weights": replaced_bytes * (args.ema_decay is not None)}
         # Between rounds, when the text encoders replace the frozen weights on the device, except with DeepSpeed
         encoding = {**persistent, "round": 0, "text encoders": encoders}
         encoding["frozen weights"] = 0 if plan.zero_stage is None else persistent["frozen weights"]
 
         activations = self._activations(plan)
-        judge_activations = {"activations of the judge": self._judge_activations(plan, self.sizes[0])}
+        generation_peak = max(activations["generate"], activations["decode"])
+        score = {**rollout, "activations": generation_peak}
+        evaluation = {**generation, **eval_replaced, "activations": activations["evaluate"]}
+        judge, eval_judge = (self._judge_activations(plan, image) for image in (self.image, self.eval_image))
         # Rewards run while the next images are generated, and offloaded ones after the last
-        is_offloaded, generation_peak = plan.offload_rewards, max(activations["generate"], activations["decode"])
-        score = {**persistent, "rewards": rewards} if is_offloaded else {**rollout, "activations": generation_peak}
-        evaluation |= {"activations": activations["evaluate"], **({} if is_offloaded else judge_activations)}
+        if plan.offload_rewards:
+            score = {**persistent, "rewards": rewards, **judge}
+            eval_score = {**persistent, **eval_replaced, "rewards": rewards, **eval_judge}
+            evaluation = max(evaluation, eval_score, key=lambda uses: sum(uses.values()))
+        else:
+            score |= judge
+            evaluation |= eval_judge
 
         host = {
             "libraries": LIBRARIES,
-            "text encoders": encoders,
-            "VAE": vae,
             "average": averages * FLOAT32 * self.num_trained // num_shards if plan.ema_offload else 0,
             "round": embeddings if plan.offload_embeddings else 0,
-            "rewards": rewards if is_offloaded else 0,
         }
         if args.embeddings_dir is None:
             count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_per_round)
             host["embeddings"] = count * sum(tensor.nbytes for tensor in prompt_embeddings)
-        # Weights are quantized one by one while they are read from memory-mapped files
-        loading_memory = {**host, "transformer": self.weights_bytes(self.model, None, plan.quantization)}
+        mapped = {"VAE": vae}
+        # Weights are quantized one by one while they are read from their files
+        (mapped if plan.quantization is None else host)["text encoders"] = encoders
+        if plan.offload_rewards:
+            mapped["rewards"] = sum(self.weights_bytes(j.network) for j in judges if j.quantization is None)
+            mapped["rewards"] += self.clip_bytes
+            host["rewards"] = rewards - mapped["rewards"]
+        loading_host = {**host, "trained weights": self.weights_bytes(self.model, True)}
+        loading_mapped = dict(mapped)
+        (loading_mapped if plan.quantization is None else loading_host)["frozen weights"] = frozen_bytes
         return [
-            Phase("load", {}, loading_memory),
-            Phase("encode", encoding, loading_memory),
-            Phase("generate", {**rollout, "activations": activations["generate"]}, host),
-            Phase("decode", {**rollout, "activations": activations["decode"]}, host),
-            Phase("score", {**score, **judge_activations}, host),
-            Phase("train", {**persistent, **per_batch, "activations": activations["train"]}, host),
-            Phase("evaluate", evaluation, host),
+            Phase("load", {}, loading_host, loading_mapped),
+            Phase("encode", encoding, loading_host, loading_mapped),
+            Phase("generate", {**rollout, "activations": activations["generate"]}, host, mapped),
+            Phase("decode", {**rollout, "activations": activations["decode"]}, host, mapped),
+            Phase("score", score, host, mapped),
+            Phase("train", {**persistent, **per_batch, "activations": activations["train"]}, host, mapped),
+            *([Phase("evaluate", evaluation, host, mapped)] if self.evaluates else []),
         ]
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:
         """Return the memory of commands that generate with the trained model, loaded as in training, at inference size."""
-        is_adapter, is_full = isinstance(self.model, PeftModel), self.args.resolution_scale != 1
+        is_adapter = isinstance(self.model, PeftModel)
         frozen_bytes_of = functools.partial(self.weights_bytes, trainable=False, quantization=plan.quantization)
         encoding = {"text encoders": sum(map(frozen_bytes_of, self.text_encoders))}
+        frozen_bytes = frozen_bytes_of(self.model)
         trained_bytes = self.num_trained * (FLOAT32 if is_adapter else self.vae.dtype.itemsize)
-        network = {
-            "frozen weights": frozen_bytes_of(self.model),
-            "trained weights": trained_bytes,
-            "VAE": self.weights_bytes(self.vae),
-        }
+        vae = self.weights_bytes(self.vae)
+        network = {"frozen weights": frozen_bytes, "trained weights": trained_bytes, "VAE": vae}
         if not is_adapter and plan.zero_stage is None:  # as in training, they stay on the device together
             network |= encoding
         judges = () if plan.serves_judge else self.judges
         weights = [self.weights_bytes(judge.network, False, judge.quantization) for judge in judges]
-        judge_activations = self._judge_activations(plan, self.sizes[1])
-
+        judge_activations = self._judge_activations(plan, self.eval_image)
         activations = max(
-            self.step_peak(1, is_full, plan.quantization), self.decoding_peak(1, is_full, plan.vae_tiling)
+            self.step_peak(1, self.eval_image, plan.quantization),
+            self.decoding_peak(1, self.eval_image, plan.vae_tiling),
         )
         images = {**network, "activations": activations}  # generated one by one
-
-        def scoring(size: int) -> dict[str, int]:
-            return {"rewards": size, "activations of the judge": judge_activations}
-
-        host = {"libraries": LIBRARIES, **encoding, "transformer": network["frozen weights"] + trained_bytes}
         turns = {
-            "evaluate prompts": [encoding, images, scoring(sum(weights) + self.clip_bytes)],
+            "evaluate prompts": [encoding, images, {"rewards": sum(weights) + self.clip_bytes, **judge_activations}],
             "evaluate images": [encoding, images],
             "build grids": [encoding, images],
-            "space": [encoding, images, scoring(max((weights_bytes(judge.network) for judge in judges), default=0))],
+            "space": [
+                encoding,
+                images,
+                {"rewards": max((weights_bytes(judge.network) for judge in judges), default=0), **judge_activations},
+            ],
         }
+        host, mapped = {"libraries": LIBRARIES, "trained weights": trained_bytes}, {"VAE": vae}
+        (mapped if plan.quantization is None else host).update(encoding, **{"frozen weights": frozen_bytes})
         return [
-            Phase(name, max(name_turns, key=lambda turn: sum(turn.values())), host)
+            Phase(name, max(name_turns, key=lambda turn: sum(turn.values())), host, mapped)
             for name, name_turns in turns.items()
         ]

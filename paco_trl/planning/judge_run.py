@@ -24,11 +24,13 @@ from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, training_memory
 
 
 _QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
+# Of a question with a theme of some sentences and the chat template, and of a question with its answer and reasons
+QUESTION_TOKENS, PAIR_TOKENS = 192, 512
 
 
-def judge_tokens(pixels: int) -> int:
-    """Count the tokens of a pair for a Qwen2.5-VL: one per 28 x 28 pixels of each image, and 512 of text."""
-    return 2 * pixels // 28**2 + 512
+def judge_tokens(pixels: int, text_tokens: int) -> int:
+    """Count the tokens of a Qwen2.5-VL for images of so many pixels together, one per 28 x 28, and for a text."""
+    return pixels // 28**2 + text_tokens
 
 
 class JudgeNetwork:
@@ -70,7 +72,9 @@ class JudgeRun(JudgeNetwork):
         self.args = args
         self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
-        self.num_tokens = min(judge_tokens(pixels), args.max_length or math.inf)  # of the longest pair
+        self.num_tokens = min(
+            judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf
+        )  # of the longest pair
         self.size = f"{self.num_tokens} tokens"
         self.settings = {
             "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
@@ -85,10 +89,12 @@ class JudgeRun(JudgeNetwork):
         )
         training = extrapolate(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
         evaluation = extrapolate(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
+        host, frozen = {"libraries": LIBRARIES}, {"frozen weights": frozen_bytes}
+        is_mapped = plan.quantization is None
         return [
-            Phase("load", {}, {"libraries": LIBRARIES, "weights": frozen_bytes}),
-            Phase("train", {**persistent, **per_batch, "activations": training}, {}),
-            Phase("evaluate", {**persistent, "activations": evaluation}, {}),
+            Phase("load", {}, host if is_mapped else host | frozen, frozen if is_mapped else {}),
+            Phase("train", {**persistent, **per_batch, "activations": training}, host),
+            Phase("evaluate", {**persistent, "activations": evaluation}, host),
         ]
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:

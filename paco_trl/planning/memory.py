@@ -29,6 +29,7 @@ def plan_memory(
     peft_config: LoraConfig | SavedAdapter | str | None = None,
     reward_models: Sequence[str] = (),
     judge_quantization: str | None = None,
+    eval_dataset: Dataset | None = None,
 ) -> MemoryPlan:
     """
     Plan the memory of a training run from configs alone: no weights are loaded, and no GPU is needed.
@@ -51,6 +52,9 @@ def plan_memory(
             Hub ids or directories of the judges and CLIP models that rewards load into the process, once per load.
         judge_quantization (`str`, *optional*):
             Quantization of the judges in `reward_models`, or of the judge to train: `nf4`, `int8` or `fp8`.
+        eval_dataset ([`~datasets.Dataset`], *optional*):
+            Prompts of an image model's evaluation. Commands that generate with the trained model are planned for
+            these too, or else for the training prompts at their inference size.
 
     Returns:
         [`MemoryPlan`]: `phases` with their bytes by use, and the `peak`.
@@ -82,5 +86,5 @@ def plan_memory(
         else:
             if train_dataset is None:
                 raise ValueError("The plan of an image model requires its prompts. Pass them as `train_dataset`.")
-            run = ImageRun(model, args, peft_config, train_dataset, reward_models, judge_quantization)
+            run = ImageRun(model, args, peft_config, train_dataset, eval_dataset, reward_models, judge_quantization)
     return MemoryPlan(run, zero_stage=stage, **run.settings)

@@ -3,7 +3,7 @@
 
 import functools
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -27,17 +27,21 @@ class Phase:
 
     Attributes:
         name (`str`):
-            `load`, `encode`, `generate`, `decode`, `score`, `train` or `evaluate`; for a judge `load`, `train`,
-            `evaluate`.
+            `load`, `encode`, `generate`, `decode`, `score`, `train`, and `evaluate` if there is an evaluation dataset;
+            for a judge `load`, `train`, `evaluate`.
         device (`dict[str, int]`):
             Bytes on the device by use, for example `frozen weights`, `optimizer` and `activations`.
         host (`dict[str, int]`):
-            Bytes of host memory by use.
+            Bytes of the process's own host memory by use.
+        mapped (`dict[str, int]`):
+            Bytes of host memory that are mapped from files: weights that are not quantized, if their files have the
+            dtype of the run. The system drops them when memory is short, and reads them again.
     """
 
     name: str
     device: dict[str, int]
     host: dict[str, int]
+    mapped: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -116,8 +120,13 @@ class MemoryPlan:
 
     @property
     def host_peak(self) -> int:
-        """Return the most bytes of host memory in any phase."""
+        """Return the most bytes of a process's own host memory in any phase."""
         return max(sum(phase.host.values()) for phase in self.phases)
+
+    @property
+    def mapped_peak(self) -> int:
+        """Return the most bytes of host memory that are mapped from files in any phase."""
+        return max(sum(phase.mapped.values()) for phase in self.phases)
 
     def largest_batch(self, limit: float) -> int:
         """Return the largest micro-batch that fits into `limit` bytes, as a power of two, or 0 if none fits."""
@@ -137,12 +146,16 @@ class MemoryPlan:
         )
 
     def table(self) -> Table:
-        """Tabulate phases and commands, with the uses that take more than a hundredth of their memory."""
-        table = Table("phase", "device", "host", "on the device", box=None, pad_edge=False)
+        """
+        Tabulate phases and commands: device, own host memory, what is mapped from files, and the uses that take more
+        than a hundredth of the device's memory.
+        """
+        table = Table("phase", "device", "host", "mapped", "on the device", box=None, pad_edge=False)
         for phase in [*self.phases, *self.commands]:
             uses = sorted(phase.device.items(), key=lambda use: -use[1])
             summary = ", ".join(f"{use} {format_size(size)}" for use, size in uses if size > phase.total / 100)
-            table.add_row(phase.name, format_size(phase.total), format_size(sum(phase.host.values())), summary)
+            sizes = (phase.total, sum(phase.host.values()), sum(phase.mapped.values()))
+            table.add_row(phase.name, *map(format_size, sizes), summary)
         return table
 
     def __str__(self) -> str:

@@ -1043,6 +1043,18 @@ SEPARATE_SETS = [
         ("len(prompt.prompt))", "len(rows.prompts[prompt.row_number]))"),
     ),
     *_mutants(
+        "planning/image_run.py",
+        "test_memory_plan.py::test_an_evaluation_is_that_of_its_rows test_memory_plan.py::test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds test_memory_plan.py::test_offloaded_rewards_visit_after_generation",
+        (
+            "PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)",
+            "PlannedImage.largest(rows, rows.inference_sizes, 1.0)",
+        ),
+        ("if self.evaluates else []", "if True else []"),
+        ("num_images = 2 if", "num_images = 1 if"),
+        ('(mapped if plan.quantization is None else host)["text encoders"]', 'host["text encoders"]'),
+        ('"rewards": rewards, **eval_judge}', '"rewards": 0}'),
+    ),
+    *_mutants(
         "commands/options.py",
         "test_command_line.py::TestFiles test_recipes.py::TestTypedOptions",
         ("if by is not None and (names", "if (names"),
@@ -1070,7 +1082,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/image_run.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
-        ("max(step, self.first_panel_peak(False))", "step"),
+        ("max(step, self.first_panel_peak(self.image))", "step"),
         ("1 if rows.is_anchored and not self.family.batches_sources else ", ""),
     ),
     *_mutants(
