@@ -32,7 +32,7 @@ from .script_arguments import (
     load_rewards,
     load_train_prompts,
 )
-from .training import check_start, check_start_early, train_and_save
+from .training import check_start, train_and_save
 
 
 class ImageCommandParser(CommandParser):
@@ -91,7 +91,7 @@ def _published_files(script_args: ScriptArguments) -> list[str]:
 
 
 def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
-    check_start_early(args, _published_files(script_args))
+    check_start(args, _published_files(script_args), is_early=True)
 
 
 def train(script_args: ScriptArguments, training_args: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the commands: how they are declared and described, and which value an option gets that has several."""
+"""Options of the commands: how they are declared and described, and which of several values an option takes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -13,7 +13,7 @@ from ..utils.errors import OptionError, refuse
 from ..utils.text import read_json, shorten
 
 
-# What a file says about an option is not for another value of it. All other contradictions are found by the checks.
+# Typing an option drops these options of a file, which were set for its other value. Checks find all other contradictions.
 _REPLACED = {
     "rewards": ("reward_weights", "reward_required"),
     "adapter": ("lora_r", "lora_alpha", "lora_target_modules"),
@@ -22,7 +22,7 @@ _REPLACED = {
     "save_steps": ("save_strategy",),
     "logging_steps": ("logging_strategy",),
 }
-# The paper's number of prompts is not for another effective batch, and its layers are not those of another model
+# The paper's number of prompts does not fit another effective batch, nor its layers another model
 _REPLACED_IN_RECIPES = {
     "gradient_accumulation_steps": ("num_prompts_per_generation",),
     "model_name_or_path": ("lora_target_modules",),
@@ -71,7 +71,7 @@ def config_options() -> dict[str, Any]:
 
 
 def find_unused(args: Any, names: Iterable[str], where: str, *because: str) -> Iterator[OptionError]:
-    """Find options that were typed and would do nothing; `where` says in which case, `because` names other options."""
+    """Find typed options that would have no effect; `where` says why, and `because` names the options that cause it."""
     if unused := [name for name in names if name in getattr(args, "typed", ())]:
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing {where}. Leave it out.", *unused, *because)
@@ -79,14 +79,14 @@ def find_unused(args: Any, names: Iterable[str], where: str, *because: str) -> I
 
 @dataclass
 class OptionSources:
-    """Options by where they are from: what is typed wins over a file, and the file over presets, which join it."""
+    """Options by their source: typed ones override those of a file, which override presets."""
 
     typed: dict[str, Any]
     in_file: dict[str, Any]
     recipe: str | None  # its name, if the file is one of the package's
 
     def __post_init__(self):
-        # The user's own choices: a recipe is none
+        # The user's own choices, which a recipe's options are not
         self.chosen = frozenset(self.typed if self.recipe else self.typed | self.in_file)
         self.left_out: dict[str, str] = {}  # of the file, each with the reason
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if self.recipe else {})
@@ -101,12 +101,12 @@ class OptionSources:
         }
 
     def values(self, *without: str) -> dict[str, Any]:
-        """Return the values that are taken, `without` others of the file."""
+        """Return the values that apply; `without` names more options of the file to leave out."""
         left_out = {*self.left_out, *without}
         return {name: value for name, value in self.in_file.items() if name not in left_out} | self.typed
 
     def describe_left_out(self, final: Mapping[str, Any]) -> Iterator[str]:
-        """Say for each reason what is left out of the file because of it, and has another value in the end."""
+        """Describe, for each reason, the options of the file that were dropped and have another value in the end."""
         by_reason: dict[str, list[str]] = {}
         for name, why in self.left_out.items():
             if name not in final or final[name] != self.in_file[name]:
@@ -118,7 +118,7 @@ class OptionSources:
             yield f"without {', '.join(settings)} of {self.recipe or 'the file'}, because of {why}."
 
     def settle(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
-        """Leave out of the file what contradicts the command line, and refuse what is wrong otherwise."""
+        """Drop options of the file that contradict the command line, and raise all other errors."""
         while errors := find_errors(self.values()):
             for error in errors:
                 by = next((name for name in error.options if name in self.typed), None)
@@ -129,7 +129,7 @@ class OptionSources:
                 refuse(errors)
 
     def _mended_by(self, error: OptionError, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> list[str]:
-        """Return the first option of the file without which an error goes, or all that take part in it together."""
+        """Return the first option of the file whose removal resolves an error, or all involved if only that does."""
         values = self.values()
         candidates = [name for name in error.options if name in values and name not in self.typed]
         for names in (*([name] for name in candidates), candidates):

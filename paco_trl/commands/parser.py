@@ -56,14 +56,15 @@ _OTHER_NAMES = {
 
 class CommandParser(argparse.ArgumentParser):
     """
-    Parser of the options of dataclasses, in the command line and in YAML; a config is named, and imported at the very end.
+    Parse the fields of dataclasses as options, from the command line and from YAML. A trainer's config is given by its name,
+    and imported last.
 
-    `positional` is an option that may be given first without its name: `paco-trl push paco-flux`. `check` yields what
-    contradicts one another, for the dataclasses and then also for the config, as `errors()` of a dataclass does;
-    `check_start` raises what no other option of a file mends. The fields `hidden` are not in the help.
+    `positional` is an option that may come first without its name: `paco-trl push paco-flux`. `check` yields the errors of
+    options that contradict each other, as the `errors()` of a dataclass do; `check_start` raises errors that no change of
+    a file's options resolves. `hidden` fields are not in the help.
     """
 
-    uses_presets = False  # whether `presets` is asked, which reads the model
+    uses_presets = False  # whether `presets` is called, which reads the model
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class CommandParser(argparse.ArgumentParser):
         return [{}]
 
     def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
-        """Find options of a file that are not for this run, with the reason."""
+        """Find options of a file that do not apply to this run, with the reason."""
         return {}
 
     def _add_option(self, name: str, option: Mapping[str, Any]) -> argparse.Action:
@@ -147,7 +148,7 @@ class CommandParser(argparse.ArgumentParser):
     # ---- Help ----
 
     def format_help(self) -> str:
-        """List the options in sections: those of a run that are usually set, or all."""
+        """List the options in sections: the usual ones, or all."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
@@ -191,7 +192,7 @@ class CommandParser(argparse.ArgumentParser):
             super()._check_value(action, value)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options that are among these words; those that are none, and wrong values, are in `errors`."""
+        """Parse these words into options; unknown options and wrong values are added to `errors`."""
         unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
         parsed, rest = self.parse_known_args(words, unset)
         options = {name: value for name, value in vars(parsed).items() if value is not _UNSET}
@@ -288,8 +289,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         Parse the options of the command line, and of the YAML file or recipe that `--config` names.
 
-        What contradicts the command line in the file is left out, in one line. The command's own dataclasses get
-        `typed`, the options that the user gave, on the command line or in a file that is no recipe of the package.
+        Options of the file that contradict the command line are dropped, and one line says so. The command's own
+        dataclasses get an attribute `typed`: the options that the user gave, on the command line or in a file other than
+        a recipe of the package.
         """
         sources = self.read(sys.argv[1:] if args is None else args)
         if self.uses_presets:
@@ -305,8 +307,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, args: Sequence[str]) -> OptionSources:
         """
-        Read the options, refuse what is wrong without torch and the model, which take seconds, and start the processes that
-        are asked for, in place of this one.
+        Read the options and raise their errors, without importing torch or reading the model, which takes seconds. If
+        several processes are requested, start them in place of this one.
         """
         words = [*args]
         for word in {"-h", "--help"} & {*words}:
@@ -347,7 +349,7 @@ class CommandParser(argparse.ArgumentParser):
                 yield OptionError(f"`--{action.dest}` is required. {action.help}", action.dest)
 
     def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[OptionError]:
-        """Find what is wrong whichever presets the model has, before a config is imported."""
+        """Find the errors that occur with every preset, before a config is imported."""
         options = dict.fromkeys(action.dest for action in self.required) | options
         errors, *others = (
             [*self._find_errors(*self._fill(preset | options, chosen))] for preset in self.possible_presets(options)
@@ -355,7 +357,7 @@ class CommandParser(argparse.ArgumentParser):
         return [error for error in errors if all(error.options in [e.options for e in other] for other in others)]
 
     def _fill(self, options: dict[str, Any], chosen: Collection[str], is_built: bool = False) -> list[Any]:
-        """Fill the dataclasses, and the configs or, before they are imported, what stands for them."""
+        """Fill the dataclasses and the configs; before configs are imported, fill namespaces in their place."""
         parsed: list[Any] = []
         for kind, described in self.options_of.items():
             values = {name: options[name] for name in described if name in options}
@@ -378,7 +380,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _find_errors(self, *parsed: Any) -> Iterator[OptionError]:
-        """Find what is wrong with filled dataclasses, and with what stands for a config, which checks itself."""
+        """Find the errors of filled dataclasses, and of the namespaces in place of configs, which check themselves."""
         for (kind, described), args in zip(self.options_of.items(), parsed, strict=True):
             for name, value in vars(args).items():
                 if name.endswith("_dir") and isinstance(value, str) and os.path.isfile(value):

@@ -15,7 +15,7 @@ from ..utils.errors import OptionError
 from .options import find_unused, option
 from .parser import CommandParser
 from .script_arguments import check_names
-from .training import check_start, check_start_early, train_and_save
+from .training import check_start, train_and_save
 
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def parser_of(*kinds: type, **kwargs) -> CommandParser:
 
 
 def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
-    check_start_early(args, JUDGE_ADAPTER)
+    check_start(args, JUDGE_ADAPTER, is_early=True)
 
 
 def main(arguments: list[str]) -> int:

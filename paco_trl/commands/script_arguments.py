@@ -224,7 +224,7 @@ _NAMES: dict[str, Callable[..., None]] = {
 
 
 def check_names(args: Any, *configs: Any) -> Iterator[OptionError]:
-    """Find data, models and adapters that are not there, and rewards that are none."""
+    """Find data, models, adapters and rewards that do not exist."""
     for field, check in _NAMES.items():
         names = getattr(args, field, None) or ()
         for name in [names] if isinstance(names, str) else names:
@@ -265,7 +265,7 @@ def load_eval_prompts(script_args: ScriptArguments) -> "Dataset | None":
 
 
 def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *datasets: "Dataset | None") -> None:
-    """Leave out what a recipe says of separate images where no dataset has any, and say which typed sizes no row takes."""
+    """Drop a recipe's options for separate images if no dataset has any, and warn of typed sizes that no row uses."""
     from .. import PaCoGRPOConfig
     from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 
@@ -285,7 +285,7 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
 
 
 def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
-    """Warn of a height or width that was typed, but that all rows have of their own."""
+    """Warn of a typed height or width that has no effect, since every row has its own."""
     unused = [
         name
         for name in ("height", "width")
@@ -296,7 +296,7 @@ def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
 
 
 def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:
-    """Leave out a recipe's `offload_rewards` where no reward has a model in this process."""
+    """Drop a recipe's `offload_rewards` if no reward has a model in this process."""
     from ..rewards.scoring import offloadable_models
 
     if args.offload_rewards and "offload_rewards" not in script_args.typed:
@@ -321,7 +321,7 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
 
 
 def check_reward_names(script_args: RewardOptions) -> None:
-    """Refuse a reward that is none of the package and cannot be a user's, and options of a judge without one."""
+    """Raise an error for a reward that is neither the package's nor the user's, or that is named twice."""
     names = [*script_args.rewards, *(getattr(script_args, "eval_rewards", None) or ())]
     for name in names:
         if name.startswith(_RUBRIC):
@@ -350,32 +350,33 @@ def _check_weights(script_args: ScriptArguments, training_args: Any) -> None:
 
 
 def check_rewards(script_args: ScriptArguments) -> None:
-    """Refuse functions of the user's that cannot be called as rewards are, before anything is loaded."""
+    """Raise an error if a function of the user's cannot be called as a reward, before anything is loaded."""
     from ..rewards.checks import check_reward_functions
 
-    for name in (*script_args.rewards, *(script_args.eval_rewards or ())):
-        if _is_user_reward(name) and not has_model(name):
-            check_reward_functions([find_user_reward(name)])
+    for function in _user_functions([*script_args.rewards, *(script_args.eval_rewards or ())]):
+        check_reward_functions([function])
 
 
 def _is_user_reward(name: str) -> bool:
     return name not in _REWARDS and not name.startswith(_RUBRIC)
 
 
+def _user_functions(names: Iterable[str]) -> Iterator[Callable]:
+    """Return the rewards of the user's that are functions; a class is called when the rewards are loaded."""
+    return (find_user_reward(name) for name in names if _is_user_reward(name) and not has_model(name))
+
+
 def has_model(name: str) -> bool:
-    """Tell whether loading a reward may load the weights of a model, as that of a class of the user's may."""
+    """Tell whether loading a reward may load a model; a user's class may."""
     return isinstance(find_user_reward(name), type) if _is_user_reward(name) else name not in _WITHOUT_MODEL
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
     """Load a reward by its name on the command line."""
     if name.startswith(_RUBRIC):
-        model, url, options = (
-            script_args.judge_model,
-            script_args.judge_url,
-            judge_options(script_args, script_args.judge_url),
-        )
-        return rewards.RubricReward(model, name.removeprefix(_RUBRIC), url, **options)
+        url = script_args.judge_url
+        options = judge_options(script_args, url)
+        return rewards.RubricReward(script_args.judge_model, name.removeprefix(_RUBRIC), url, **options)
     if name in _REWARDS:
         return _REWARDS[name](script_args)
     reward = find_user_reward(name)
@@ -426,7 +427,7 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
 
 
 def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
-    """Check that the prompts have what a judge compares and what the user's functions take, before models are loaded."""
+    """Check that the prompts have the columns that judges and the user's functions need, before models are loaded."""
     from ..rewards.checks import check_columns
     from ..rewards.judge_rewards import RUBRICS
 
@@ -436,10 +437,7 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
-    functions = [
-        find_user_reward(name) for name in script_args.rewards if _is_user_reward(name) and not has_model(name)
-    ]
-    check_columns(functions, dataset, "the dataset")
+    check_columns([*_user_functions(script_args.rewards)], dataset, "the dataset")
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:

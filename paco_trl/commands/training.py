@@ -21,24 +21,17 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def check_start_early(args: Any, published_files: Iterable[str]) -> None:
-    """Reject what [`check_start`] rejects, before torch is imported."""
+def check_start(args: Any, published_files: Iterable[str], is_early: bool = False) -> None:
+    """Reject an output directory with files of the user or an earlier run; `is_early` is before torch is imported."""
     output_dir = args.output_dir or "trainer_output"  # the default of transformers
     check_output_dir(output_dir, published_files)
     # The main process looks for the latest checkpoint later, and warns of those it skips. A restarted process resumes.
     is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and checkpoints_of(output_dir)
-    if not is_latest and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
-        if not args.overwrite_output_dir:
-            check_rerun(output_dir, checkpoint)
-
-
-def check_start(args: Any, published_files: Iterable[str]) -> None:
-    """Reject an output directory with files of the user or an earlier run, before anything is loaded."""
-    check_output_dir(args.output_dir, published_files)
-    checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
+    if is_early and (is_latest or "TORCHELASTIC_RESTART_COUNT" in os.environ):
+        return
+    checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
     if not args.overwrite_output_dir:
-        check_rerun(args.output_dir, checkpoint)
+        check_rerun(output_dir, checkpoint)
 
 
 def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of options, and which errors are a message to the user and which are bugs, whose traceback tells more."""
+"""Errors in options, and which errors need only their message and which a traceback."""
 
 import os
 import traceback
@@ -17,10 +17,10 @@ _MACHINE_ERRORS = ("CheckpointError", "OutOfMemoryError", "SafetensorError")
 
 class OptionError(ValueError):
     """
-    Values of options that cannot be, or not together.
+    An invalid value of an option, or options that contradict each other.
 
-    `options` are the fields that take part, and `remedies` others that the message recommends. Where some of the options were
-    typed and others are in a file, the first of the file's whose default mends it gives way.
+    `options` are the fields involved, and `remedies` others that the message recommends. If some of the options were typed
+    and others are in a file, the first one in the file whose default resolves the error is dropped.
     """
 
     def __init__(self, message: str, *options: str, remedies: Iterable[str] = ()):
@@ -29,7 +29,7 @@ class OptionError(ValueError):
 
 
 def refuse(errors: Iterable[OptionError]) -> None:
-    """Raise the error if there is one, and several as one error with a line for each."""
+    """Raise the error if there is one; several are raised as one error with a line for each."""
     errors = [*errors]
     messages = list(dict.fromkeys(map(str, errors)))
     if len(messages) > 1:
@@ -43,7 +43,7 @@ def refuse(errors: Iterable[OptionError]) -> None:
 def errors_of(
     check: Callable[..., Any], *arguments: Any, options: Iterable[str] = (), **named: Any
 ) -> Iterator[OptionError]:
-    """Yield what a check raises; `options` are those that it is about if it does not say so itself."""
+    """Yield the error that a check raises; `options` are the options it concerns, unless the error names its own."""
     try:
         check(*arguments, **named)
     except OptionError as error:
@@ -54,22 +54,22 @@ def errors_of(
 
 def is_message_enough(error: BaseException) -> bool:
     """
-    Tell whether the message of an error is enough: a `raise` of this package wrote it, or the machine is the reason, and the
-    user has not asked for tracebacks.
+    Tell whether the message of an error is enough: this package raised it, or the machine caused it, and the user has not
+    asked for tracebacks.
     """
     if _wants_traceback():
         return False
     if isinstance(error, OptionError | OSError | yaml.YAMLError) or type(error).__name__ in _MACHINE_ERRORS:
         return True
-    if type(error).__module__.startswith("paco_trl."):  # such as the one that names a reward, after the reward's error
+    if type(error).__module__.startswith("paco_trl."):  # such as a `RewardError`, which a reward's own error caused
         return error.__cause__ is None or is_message_enough(error.__cause__)
     return _is_raised_here(error)
 
 
 def frames_of_cause(error: BaseException) -> str | None:
     """
-    Format the error that an error of this package names, such as that of a user's reward, with its own frames: those of this
-    package tell no more. `None` for a bug, and where the user has asked for tracebacks.
+    Format the cause of an error of this package, such as an error in a user's reward, without the package's own frames.
+    Return `None` for a bug, or if the user has asked for tracebacks.
     """
     if _wants_traceback() or not type(error).__module__.startswith("paco_trl.") or error.__cause__ is None:
         return None

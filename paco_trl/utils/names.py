@@ -20,7 +20,7 @@ _PATH_IN_TEXT = re.compile(r"(?<![\w.:/\\~-])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\"`
 
 
 def repository() -> str | None:
-    """Return the address of paco_trl's repository, if the installed package has it (`url` in setup.cfg)."""
+    """Return the address of paco_trl's repository, if the metadata of the installed package has one (`url` in setup.cfg)."""
     package = metadata("paco_trl")
     return package["Home-page"] if "Home-page" in package else None
 
@@ -37,7 +37,7 @@ def data_ending(path: Path) -> str:
 
 
 def check_dataset_name(name: str | Path | None) -> None:
-    """Refuse the path of a dataset that is not there."""
+    """Raise an error if a dataset is given by a path that does not exist."""
     if name is None or os.path.exists(os.path.expanduser(name)):
         return
     if isinstance(name, Path) or is_local(name) or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
@@ -45,13 +45,13 @@ def check_dataset_name(name: str | Path | None) -> None:
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse the path of an adapter that is not there, and what is no Hub id either."""
+    """Raise an error if an adapter is neither an existing path nor a Hub id."""
     if not os.path.exists(name) and (is_local(name) or "/" not in name):
         raise FileNotFoundError(f"There is no adapter '{name}': no file or directory, and no Hub id, `user/name`.")
 
 
 def check_model_name(name: str | Path) -> None:
-    """Refuse a path without a directory of a model: libraries take it for a Hub id, and complain of its characters."""
+    """Raise an error for a name that is neither a directory nor a Hub id, which libraries would report as an invalid id."""
     name = os.fspath(name)
     if os.path.isdir(name) or not is_local(name) and name.count("/") == 1 and not name.endswith(".safetensors"):
         return
@@ -89,8 +89,8 @@ def relative_name(name: str) -> str:
 
 def is_same_model(first: str, second: str) -> bool:
     """Tell whether two names can be those of the same model."""
-    # A path, also one of another machine, does not name an owner: then only the last parts are compared
-    # A relative path of this machine, such as ".", has its last part elsewhere
+    # A path, even one from another machine, does not name an owner: then only the last parts are compared.
+    # A relative path such as "." is made absolute first, to have a last part.
     names = [public_name(os.path.abspath(name) if os.path.exists(name) else name) for name in (first, second)]
     if not all(name.count("/") == 1 and "\\" not in name and not is_local(name) for name in names):
         names = [re.split(r"[\\/]", name.rstrip("\\/"))[-1] for name in names]
@@ -102,7 +102,7 @@ class OtherBaseError(ValueError):
 
 
 def check_adapter_base(adapter: str, named: str | None, base: str | None) -> None:
-    """Refuse an adapter that was made for another model. It would load where the architectures are the same."""
+    """Raise an error if an adapter was made for another model: it would load if the architectures are the same."""
     if not named or not base or is_same_model(named, base):
         return
     raise OtherBaseError(

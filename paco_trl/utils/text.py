@@ -24,7 +24,7 @@ COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.op
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file of a user, compressed or not. One that is not UTF-8 is a `ValueError` with its name."""
+    """Read a user's text file, compressed or not. If it is not UTF-8, a `ValueError` names it."""
     path = Path(path).expanduser()
     try:
         with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
@@ -43,7 +43,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file of a user; an error has its name."""
+    """Read a user's JSON file; errors name the file."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -52,7 +52,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Tell whether a value is a text that is not empty."""
+    """Tell whether a value is a non-empty text."""
     return isinstance(value, str) and bool(value.strip())
 
 
