@@ -201,7 +201,12 @@ def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) ->
         },
         "measured, until it was killed": in_gib(read("train")),
         # Of the first process, since the second has a checkpoint to load
-        "ratios": ratios(read("train"), planned["phases"], "quantization" not in options),
+        "ratios": {
+            **ratios(read("train"), planned["phases"], "quantization" not in options),
+            "operations of a forward": round(
+                planned["forward"]["TFLOP, counted"] / planned["forward"]["TFLOP, by arithmetic"], 2
+            ),
+        },
         "measured, resumed": in_gib(read("resume")),
         "adapter": read("load"),
         "log": [
@@ -222,7 +227,11 @@ def main() -> None:
     parser.add_argument("recipe", choices=sorted(path.stem for path in RECIPES.glob("*.yaml")), help="Recipe.")
     parser.add_argument("--folder", type=Path, default=Path("full-size"), help="Directory of the models and runs.")
     parser.add_argument("--tokenizers", type=Path, help="Directory of published tokenizers.")
-    parser.add_argument("--blocks", type=int, help="Blocks of the transformer, where all of them do not fit.")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        help="Blocks of the transformer, where all of them take too long; of FLUX.1 double ones, with twice as many single ones.",
+    )
     parser.add_argument("--output", type=Path, help="JSON of the report.")
     args, rest = parser.parse_known_args()
     options = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
@@ -238,6 +247,8 @@ def main() -> None:
         if args.blocks is not None:
             path = path.with_name(f"{path.name}-{args.blocks}-blocks")
             configs = {"transformer": {"num_layers": args.blocks}}
+            if "FLUX.1" in model:
+                configs["transformer"]["num_single_layers"] = 2 * args.blocks  # as published
         report = rehearse(args.recipe, build_model(model, path, args.tokenizers, configs), runs, options)
         report["blocks"] = args.blocks
     output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
