@@ -58,7 +58,7 @@ OPTIONS = {
     "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1,
     "per_device_train_batch_size": 2, "dataloader_num_workers": 0, "report_to": "none", "use_cpu": True,
 }  # fmt: skip
-PANEL = 112  # pixels of a side of a panel that it is trained on
+PANEL = 112  # pixels of a side of a panel that it is trained on, and scores behind a server
 PORT = 8171
 
 
@@ -128,8 +128,11 @@ def score(model: Path, report: Path) -> None:
         tokens.clear()
     with phases.phase("six pairs, 512 pixels"):
         scores = judge.score(list(combinations(panels(512), 2)), QUESTION)
+    with phases.phase(f"six pairs, {PANEL} pixels"):
+        small = judge.score(list(combinations(panels(PANEL), 2)), QUESTION)
     text = {"Yes": judge.yes_id, "No": judge.no_id}
-    found = {"ids": text, "sizes": sizes, "scores": scores, "phases": in_gib(phases.found)}
+    found = {"ids": text, "sizes": sizes, "scores": scores, f"scores, {PANEL} pixels": small}
+    found["phases"] = in_gib(phases.found)
     report.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -170,7 +173,7 @@ def plan(words: list[str], report: Path) -> None:
 
 
 def serve(model: Path, vllm: str, report: Path) -> None:
-    """Serve the model by `paco-trl serve`, and score the pairs of a set."""
+    """Serve the model by `paco-trl serve`, and score the pairs of a set of small panels."""
     words = [sys.executable, "-m", "paco_trl.commands.main", "serve", "--model_name_or_path", str(model)]
     words += [
         "--vllm",
@@ -200,7 +203,7 @@ def serve(model: Path, vllm: str, report: Path) -> None:
             except JudgeUnavailableError as error:
                 print(error, flush=True)
         ready = time.monotonic() - started
-        scores = judge.score(list(combinations(panels(512), 2)), QUESTION)
+        scores = judge.score(list(combinations(panels(PANEL), 2)), QUESTION)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
     seconds = {"until it answers": round(ready), "six pairs": round(time.monotonic() - started - ready)}
