@@ -105,6 +105,6 @@ def test_wheel_holds_code_templates_and_demo_prompts(tmp_path):
     assert len(sources) > 100
     data = {path for path in (source / "paco_trl").rglob("*") if path.is_file() and path.suffix != ".py"}
     assert names == sources | {str(path.relative_to(source)) for path in data}
-    assert 100_000 < wheel.stat().st_size < 700_000
+    assert 100_000 < wheel.stat().st_size < 1_000_000  # no pictures, models or datasets
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
     assert "\n# " in zipfile.ZipFile(wheel).read(metadata).decode("utf-8")
