@@ -29,7 +29,7 @@ class PlanArguments:
     )
 
     def errors(self) -> Iterator[OptionError]:
-        """Find what is no size."""
+        """Find values that are not sizes."""
         if self.device_memory is not None and not _SIZE.fullmatch(self.device_memory.strip()):
             message = f"`--device_memory` is {self.device_memory!r}, but must be a size, such as 24GiB."
             yield OptionError(message, "device_memory")

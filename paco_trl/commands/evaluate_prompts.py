@@ -176,7 +176,7 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
 
 
 def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
-    """Find the prompt that the record of a trained model names, the first of its training, among those of the evaluation."""
+    """Find an evaluation prompt that a trained model saw: the first of its training, by its record."""
     prompt = spec.card.prompt if spec.card else None
     first = prompt[0] if isinstance(prompt, list) else prompt
     row = next((each.row_number for each in rows.image_prompts if each.prompt == first), None)
@@ -243,7 +243,7 @@ def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, 
 def _score(
     rewards: Rewards, rows: PromptRows, files: Mapping[ImageIndex, Path], folder: Path
 ) -> dict[str, dict[Unit, float]]:
-    """Score the images of a system with each reward, NaN without a score, which the next run requests again."""
+    """Score the images of a system with each reward; a missing score is NaN, and the next run requests it again."""
     indices = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[index].read_bytes()).hexdigest() for key, index in indices.items()}
     values: dict[str, dict[Unit, float]] = {}

@@ -92,7 +92,7 @@ def say(command: str, message: str) -> None:
 
 
 def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
-    """Run a command and return its exit code. Errors for which [`is_message_enough`] holds are printed in one line."""
+    """Run a command and return its exit code. Errors are printed in one line if [`is_message_enough`]."""
     try:
         with stop_signals() if command in (*_TRAINING, *_RESUMABLE) else nullcontext():
             return run()
@@ -135,7 +135,7 @@ def find_yaml(option: str, name: str, directory: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects repeated keys, of which YAML would take the last."""
+    """Loader that rejects repeated keys; YAML would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

@@ -34,7 +34,7 @@ class PushArguments:
     hub_revision: str | None = option(None, "Branch. Defaults to the run's, or the main branch.")
 
     def errors(self) -> Iterator[OptionError]:
-        """Find a folder that is none."""
+        """Find a path that is not a directory."""
         if self.folder is not None and not os.path.isdir(self.folder):
             message = f"'{self.folder}' is not a directory. Pass the output directory of a run, or a checkpoint."
             yield OptionError(message, "folder")

@@ -108,7 +108,7 @@ class ScriptArguments(RewardOptions, PromptDataArguments):
 
 
 def judge_options(args: Any, url: str | None) -> dict[str, Any]:
-    """Return the options of a judge in the process, as arguments of its loading; refuse them for a judge at `url`."""
+    """Return the options for loading a judge into the process; raise an error if they are set for a judge at `url`."""
     options = {name: getattr(args, f"judge_{name}") for name in ("quantization", "attn_implementation")}
     options = {name: value for name, value in options.items() if value is not None}
     for name, value in options.items():
@@ -447,7 +447,7 @@ def load_rewards(script_args: ScriptArguments) -> list[Callable]:
 
 
 def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArguments) -> dict[str, Any]:
-    """Load the rewards that are not in `loaded`, and return all; those that have a judge share it."""
+    """Load the rewards that are not in `loaded`, and return all; rewards with a judge share it."""
     loaded = {**loaded}
     for name in [name for name in names if name not in loaded]:
         if judge := next((loaded[judged].judge for judged in _with_judge(loaded)), None):

@@ -11,7 +11,7 @@ from .parser import CommandParser
 
 
 def work_of(module: str, function: str) -> Callable:
-    """Import what a command does, once its options are parsed: that takes seconds."""
+    """Import the function that does a command's work, after its options are parsed, since that takes seconds."""
     return getattr(import_module(f"..{module}", __name__), function)
 
 

@@ -25,7 +25,7 @@ BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
 
 
 class PlanMode(FakeTensorMode):
-    """Run operations on tensors without data, except those whose inputs all have data: they run, and return data."""
+    """Run operations on tensors without data; operations whose inputs all have data return data."""
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def training_precision(dtype: torch.dtype, autocasts: bool = True) -> Iterator[None]:
-    """Autocast as on a GPU, except in float32: with norms in float32, which the CPU's autocast does not have."""
+    """Autocast as on a GPU, with norms in float32, as the CPU's autocast does not; in float32, do not autocast."""
 
     def in_float32(norm: Callable, *args, **kwargs) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
@@ -149,7 +149,7 @@ def _signature(block: nn.Module) -> list[tuple]:
 
 
 def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: bool = False) -> int:
-    """Measure the peak of what a call of a model allocates; in training including the backward pass, with gradients."""
+    """Measure the peak memory that a call of a model allocates, in training including the backward pass."""
     live = LiveBytes()
     # Bytes allocated before a block, in each call of the model
     starts = defaultdict[nn.Module, list[int]](list)
@@ -181,7 +181,7 @@ def measure_peak(function: Callable[[], Any], model: nn.Module, is_training: boo
 
 
 def fake_weights(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace weights on the meta device with fake tensors of a mode, which can be on any device."""
+    """Replace weights on the meta device with fake tensors of a mode, which may be on any device."""
     fakes: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     with mode:
         for module in model.modules():

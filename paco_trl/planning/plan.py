@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run by phase, as bytes by use, and what they sum to."""
+"""The memory of a run: bytes by phase and use, their sums, and a table."""
 
 import functools
 import inspect

@@ -34,7 +34,7 @@ class CallExecutor(ThreadPoolExecutor):
 
 
 def abandon_at_exit(loop: "AbstractEventLoop") -> None:
-    """Let the end of the process not wait for what an event loop runs, in its own thread or in others."""
+    """Let the process end without waiting for an event loop, in its own thread or in others."""
     loop.set_default_executor(CallExecutor(None, "calls"))
     _loops.add(loop)
 

@@ -125,7 +125,7 @@ class ChatClient:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn exceptions of openai's client into those of this module, with what the server or the network reports."""
+        """Convert exceptions of openai's client to those of this module, with the report of the server or the network."""
         import openai
 
         try:
@@ -156,7 +156,7 @@ class ChatClient:
 
 
 class ChatRequest(NamedTuple):
-    """Query of a chat model; the server has defaults for what is `None`."""
+    """Query of a chat model; the server's defaults replace `None`."""
 
     messages: list[dict[str, Any]]
     seed: int | None
@@ -165,7 +165,7 @@ class ChatRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Answer of a chat model, or why there is none that can be used."""
+    """Answer of a chat model, or the reason why it has no usable one."""
 
     text: str | None
     reason: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read
@@ -223,7 +223,7 @@ class ChatEndpoint(ChatClient):
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:
-        """Check that the server is there and has the model; an `EndpointUnavailableError` lists those that it has."""
+        """Check that the server answers and has the model; otherwise, an `EndpointUnavailableError` lists its models."""
         try:
             self.run(self.find_model())
         except NoAnswerError as failure:

@@ -37,7 +37,7 @@ def without_zero3_init() -> Iterator[None]:
 
 
 def complete_config(args: TrainingArguments) -> None:
-    """Let the arguments decide the batch sizes of a DeepSpeed configuration; refuse what else of it contradicts them."""
+    """Set the batch sizes of a DeepSpeed configuration from the arguments; raise an error for other contradictions."""
     if args.deepspeed_plugin is None:
         return
     config, batch_size = args.deepspeed_plugin.deepspeed_config, args.per_device_train_batch_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe what decides numbers, as data that can be saved and compared: settings, rows, weights, and code."""
+"""Describe what determines results, as data to save and compare: settings, rows, weights, and code."""
 
 import functools
 import hashlib
@@ -247,7 +247,7 @@ def _file_contents(value: Any) -> Any:
 
 
 def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) -> str:
-    """Digest the length of a file and some evenly spaced parts of it, all if it is short: many gigabytes in a moment."""
+    """Digest the length of a file and evenly spaced parts of it, or all of a short one: fast for many gigabytes."""
     with pa.input_stream(source, compression=None) as file:
         size = file.size()
         hasher = hashlib.sha256(f"{size} ".encode())
@@ -258,7 +258,7 @@ def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) ->
 
 
 def digest_model_files(model: str) -> str | None:
-    """Digest the files of a model in a directory, before it is loaded; `None` for one of the Hub, where a name stays."""
+    """Digest the files of a model in a directory, before it is loaded; `None` for a model of the Hub, whose name identifies it."""
     folder = Path(model)
     paths = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     kept = [path for path in paths if path.suffix in (".safetensors", ".json", ".txt", ".jinja", ".model")]

@@ -19,7 +19,7 @@ _MAX_16_BITS = 65535
 
 
 def refuse_address(path: str | None) -> None:
-    """Reject an image that a row names by an address: its author would choose what is requested or read. Or by its content."""
+    """Reject an image that a row gives as an address, which would let its author choose what is requested, or as content."""
     if path is not None and "://" in path:
         raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
     # Each part of a path has at most 255 characters, and most have far fewer
@@ -76,7 +76,7 @@ def reading(image: str, remedy: str = "Replace the file, or leave the row out") 
 
 
 def open_image(source: Any) -> Image.Image:
-    """Open an image, its path, its bytes, or what a row of a dataset has."""
+    """Open an image from a PIL image, a path, bytes, or a value of a dataset."""
     if isinstance(source, dict):
         source = source["path"] if source.get("bytes") is None else source["bytes"]
     if isinstance(source, Image.Image):

@@ -67,7 +67,7 @@ def _end_last_line(file: BinaryIO) -> None:
 
 
 def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
-    """Refuse a file whose first line is another one than `header`."""
+    """Raise an error if the first line of a file is not `header`."""
     if not isinstance(stored, dict) or stored.keys() != header.keys():
         raise ValueError(f"{path} exists and is not a result file of this benchmark. Give another path.")
     if different := differences(stored, header):

@@ -58,7 +58,7 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
 
 
 def _leave_mark(path: Path) -> Path | None:
-    """Write a new empty file next to the lock of a run, in place of those that runs with errors have left."""
+    """Write a new empty file next to the lock of a run, and remove those left by failed runs."""
     with contextlib.suppress(OSError):
         for earlier in path.parent.glob(f"{path.name}-*"):
             earlier.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ def is_local(name: str) -> bool:
 
 
 def data_ending(path: Path) -> str:
-    """Return the ending of a file of data, without that of its compression."""
+    """Return the ending of a data file, without that of its compression."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
 
 
@@ -79,7 +79,7 @@ def public_text(text: str) -> str:
 
 
 def relative_name(name: str) -> str:
-    """Return a name that works in code on any machine, or the path of what is below the working directory."""
+    """Return a name that works in code on any machine, or a path relative to the working directory."""
     public = public_name(name)
     if "/" in public or not is_local(name):
         return public
@@ -88,7 +88,7 @@ def relative_name(name: str) -> str:
 
 
 def is_same_model(first: str, second: str) -> bool:
-    """Tell whether two names can be those of the same model."""
+    """Tell whether two names may refer to the same model."""
     # A path, even one from another machine, does not name an owner: then only the last parts are compared.
     # A relative path such as "." is made absolute first, to have a last part.
     names = [public_name(os.path.abspath(name) if os.path.exists(name) else name) for name in (first, second)]

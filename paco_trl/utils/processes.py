@@ -39,7 +39,7 @@ def wait_for_all() -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Let no process wait for one that has ended."""
+    """Keep processes from waiting for one that has ended."""
     if (store := _store()) is not None:
         # The first process has the store, and may be gone: torch would print a C++ stack as the last lines
         with contextlib.suppress(OSError, KeyError, RuntimeError):
@@ -49,7 +49,7 @@ def _leave() -> None:
 
 
 def _store() -> Any:
-    """Return the key-value store of several processes, which waits for no collective; `None` for one process."""
+    """Return the key-value store that processes share without collectives; `None` for a single process."""
     dist = sys.modules.get("torch.distributed")  # imported where there are several
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None

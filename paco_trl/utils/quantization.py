@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of frozen weights: by name, and how those of a loaded model are."""
+"""Quantization of frozen weights: configs by name, and a description for loaded models."""
 
 import importlib
 from collections.abc import Iterable

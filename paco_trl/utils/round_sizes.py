@@ -9,7 +9,7 @@ from .errors import OptionError
 
 
 class RoundSizes(NamedTuple):
-    """The fields that set the size of a round, `None` where it follows from others."""
+    """The fields that set the size of a round; `None` if it follows from others."""
 
     num_prompts_per_generation: int | None = None
     optimizer_steps_per_generation: int | None = None
@@ -31,7 +31,7 @@ def trained_steps(options: Any) -> int:
 
 
 def round_divisors(options: Any, num_processes: int) -> dict[str, int]:
-    """Return what divides a round, the keyword arguments of [`round_sizes`]."""
+    """Return the sizes that divide a round, as keyword arguments of [`round_sizes`]."""
     batch_size = options.per_device_train_batch_size
     return {
         "num_processes": num_processes,

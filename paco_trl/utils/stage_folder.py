@@ -117,7 +117,7 @@ class StageFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove the result of an earlier run, where this one has none."""
+        """Remove the result of an earlier run, if this run has none."""
         self._check_dataset()
         shutil.rmtree(self._dataset, ignore_errors=True)
         (self.path / _REPORT).unlink(missing_ok=True)

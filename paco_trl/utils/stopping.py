@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or where all processes agree on it."""
+"""Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or when all processes agree."""
 
 import signal
 import threading
@@ -30,7 +30,7 @@ _is_deferred = False
 
 
 class Stopped(SystemExit):
-    """A signal ends the process; `by_all` where all processes have agreed on it."""
+    """A signal ends the process; `by_all` if all processes have agreed to stop."""
 
     def __init__(self, number: int, by_all: bool = False):
         super().__init__(EXIT_CODE)
@@ -51,7 +51,7 @@ def _handle(number: int, frame) -> None:
 
 @contextmanager
 def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
-    """Raise `Stopped` at a signal, or after `defer_stop` where the processes agree; a second one ends the process."""
+    """Raise `Stopped` at a signal, or after `defer_stop` when the processes agree; a second signal ends the process."""
     global _received, _is_deferred
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield

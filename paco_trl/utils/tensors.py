@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of tensors to a device that do not wait for what it computes."""
+"""Copies of tensors to a device that do not wait for its computations."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
-    """Copy a tensor to a device; to a GPU from pinned memory, so that the host does not wait for what is queued."""
+    """Copy a tensor to a device; to a GPU from pinned memory, so that the host does not wait for queued work."""
     if str(device).startswith("cuda") and tensor.device.type == "cpu":
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=tensor.is_pinned())

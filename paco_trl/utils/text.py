@@ -57,13 +57,13 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text without what does not distinguish texts: case, punctuation, whitespace, forms of characters."""
+    """Split a text into words, ignoring case, punctuation, whitespace, and forms of characters."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return _WORD.findall("".join(" " if unicodedata.category(char).startswith("P") else char for char in text))
 
 
 def normalized(text: str) -> str:
-    """Return what is the same for texts that are the same: their words, see [`words_of`]."""
+    """Return a key that is equal for equivalent texts: their words, see [`words_of`]."""
     return " ".join(words_of(text))
 
 
@@ -74,7 +74,7 @@ def shorten(value: Any) -> str:
 
 
 def shorten_path(path: Any) -> str:
-    """Cut a path that is none, as of an image in base64."""
+    """Shorten an alleged path that is too long to be one, such as an image in base64."""
     text = str(path)
     return text if len(text) <= 255 else f"{text[:97]}..."
 
@@ -93,7 +93,7 @@ def number_text(value: float | None, signed: bool = False, missing: str = "n/a")
 
 
 def interval_text(mean: float | None, low: float | None, high: float | None, *, missing: str = "n/a") -> str:
-    """Format a mean with its interval in brackets, where there is one."""
+    """Format a mean, with its interval in brackets if there is one."""
     ends = [number_text(end, missing="") for end in (low, high)]
     return number_text(mean, missing=missing) + (f" [{', '.join(ends)}]" if all(ends) else "")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vision-language models get, the same for training and scoring: images, texts, and arguments of the vision tower."""
+"""Inputs of vision-language models, the same for training and scoring: images, texts, arguments of the vision tower."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
