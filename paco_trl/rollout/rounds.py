@@ -63,7 +63,17 @@ class Completion:
     generation: int
     row_number: int  # in the dataset
     samples: list[Sample] = field(default_factory=list)
+    panels: dict[int, Image.Image] = field(default_factory=dict)  # by number, until all of them are here
     image: Any = None  # PIL, from when it is finished until nothing needs it
+
+    def add(self, panels: dict[int, Image.Image]) -> list["Completion"]:
+        """Add images by panel; return the completion once it has all of them."""
+        self.panels |= panels
+        if len(self.panels) < len(self.samples):
+            return []
+        images = [image for _, image in sorted(self.panels.items())]
+        self.image, self.panels = images[0] if len(images) == 1 else join_grid(images, 1, len(images)), {}
+        return [self]
 
 
 @dataclass(eq=False)
@@ -143,7 +153,6 @@ class Round:
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
             self.samples.append(self.samples[position % num_samples].without_completion())
-        self._panels: dict[int, dict[int, Image.Image]] = {}  # of unfinished completions, by number
 
     def _assign(self, sample: Sample, row_number: int) -> None:
         """Give a sample a row, with the prompt, size and noise keys that follow from it."""
@@ -200,9 +209,7 @@ class Round:
         anchors = {sample.anchor for batch in batches for sample in batch.samples}
         needed = {anchor.completion.number: anchor for anchor in anchors if anchor and anchor.completion}
         # Each unfinished set has its first image alone
-        first_images = [
-            (set_number, image) for set_number, panels in self._panels.items() for image in panels.values()
-        ]
+        first_images = [(started.number, image) for started in self.completions for image in started.panels.values()]
         # One of each process at a time, which bounds the memory
         for position in range(max(gather([len(first_images)]))):
             for set_number, image in gather(first_images[position : position + 1]):
@@ -214,29 +221,18 @@ class Round:
         finished = []
         for sample in batch.samples:
             if sample.completion is not None and sample.image is not None:
-                finished += self._add(sample.completion, {sample.panel: sample.image})
+                finished += sample.completion.add({sample.panel: sample.image})
             sample.image = None
         return finished
-
-    def _add(self, completion: Completion, panels: dict[int, Image.Image]) -> list[Completion]:
-        """Add images of a completion by panel; return the completion once it has all of them."""
-        generated = self._panels.setdefault(completion.number, {})
-        generated |= panels
-        if len(generated) < len(completion.samples):
-            return []
-        del self._panels[completion.number]
-        images = [image for _, image in sorted(generated.items())]
-        completion.image = images[0] if len(images) == 1 else join_grid(images, 1, len(images))
-        return [completion]
 
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
         """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
         processes, finished = accelerator.num_processes, []
-        set_numbers = sorted(set(gather_object(list(self._panels))))
+        set_numbers = sorted(set(gather_object([started.number for started in self.completions if started.panels])))
         # A set for each process at a time, which bounds the memory
         for first in range(0, len(set_numbers), processes):
             block = set_numbers[first : first + processes]
-            parts = gather_object([(set_number, self._panels.get(set_number, {})) for set_number in block])
+            parts = gather_object([(set_number, self.completions[set_number].panels) for set_number in block])
             for process, set_number in enumerate(block):
                 panels = {panel: image for n, part in parts if n == set_number for panel, image in part.items()}
                 expected = len(self.completions[set_number].samples)
@@ -245,6 +241,7 @@ class Round:
                         f"Set {set_number} of a round has {len(panels)} of its {expected} images on all processes."
                     )
                 if process == accelerator.process_index:
-                    finished += self._add(self.completions[set_number], panels)
-        self._panels.clear()  # other processes have finished these
+                    finished += self.completions[set_number].add(panels)
+        for completion in self.completions:
+            completion.panels = {}  # other processes have finished these
         return finished
