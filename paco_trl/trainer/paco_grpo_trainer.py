@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -143,7 +144,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the ratio
             that must be 1 before an update.
         """
-        clip, loss_type = self.args.clip_range, self.args.loss_type
+        loss_type, clip = self.args.loss_type, cast(tuple[float, float], self.args.clip_range)
         log_probs = step.log_prob, step.old_log_prob
         if loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)

@@ -149,7 +149,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)", "gaussian_kl(mean, record.mean, std)", FULL + " -k 'test_the_reference and base'"),
     (T + "round_trainer.py", '"ref" if "ref" in adapted.peft_config else None', "None", FULL + " -k 'test_the_reference and initial'"),
     (T + "paco_grpo_trainer.py", "guard_gradient_weight(step.sigma, step.sigma_next)", "guard_gradient_weight(step.sigma_next, step.sigma)", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
-    (T + "paco_grpo_trainer.py", "clip, loss_type = self.args.clip_range,", "clip, loss_type = self.args.clip_range[::-1],", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
+    (T + "paco_grpo_trainer.py", "cast(tuple[float, float], self.args.clip_range)", "cast(tuple[float, float], self.args.clip_range[::-1])", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "paco_grpo_config.py", "self.epsilon if self.epsilon_high is None else self.epsilon_high", "self.epsilon", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "round_trainer.py", "scale, args.advantage_clip)", "scale, None)", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),
     (T + "round_trainer.py", 'scale = "batch" if args.multi_objective_aggregation == "normalize_then_sum" else args.scale_rewards', "scale = args.scale_rewards", CONTRACT + "::test_advantages_and_reward_metrics_are_those_of_trl"),
