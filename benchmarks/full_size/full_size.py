@@ -102,7 +102,10 @@ def plan(words: list[str], report: Path) -> None:
 
     def write(trainer, model: str, reward_funcs, args, train_dataset, *, peft_config=None, **kwargs) -> None:
         planned = plan_memory(model, args, train_dataset, peft_config, eval_dataset=kwargs["eval_dataset"])
-        phases = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
+        phases = {
+            phase.name: {"device": phase.device, "host": phase.host, "mapped": phase.mapped}
+            for phase in planned.phases
+        }
         report.write_text(json.dumps({"phases": phases, "forward": count_operations(planned.run)}), encoding="utf-8")
         raise SystemExit
 

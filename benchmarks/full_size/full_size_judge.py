@@ -164,7 +164,10 @@ def plan(words: list[str], report: Path) -> None:
             for option, value in settings.items():
                 setattr(args, option, value)
             planned = plan_memory(model, args, peft_config=peft_config)
-            plans[name] = {phase.name: {"device": phase.device, "host": phase.host} for phase in planned.phases}
+            plans[name] = {
+                phase.name: {"device": phase.device, "host": phase.host, "mapped": phase.mapped}
+                for phase in planned.phases
+            }
         report.write_text(json.dumps(plans), encoding="utf-8")
         raise SystemExit
 

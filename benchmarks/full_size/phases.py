@@ -63,7 +63,7 @@ def ratios(
     found = {}
     for name, phase in measured.items():
         if name in planned:
-            parts = [part for sizes in planned[name].values() for part in sizes.items()]
+            parts = [part for place in ("device", "host") for part in planned[name][place].items()]
             own = sum(size for part, size in parts if part not in {*mapped, "libraries"})
             found[name] = round(phase["peak"] / (libraries + own), 2)
     return found
