@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 from accelerate import Accelerator, DeepSpeedPlugin
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from trl import TrlParser
 
@@ -18,6 +19,7 @@ from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.losses import RatioStatistics
+from paco_trl.utils import option_checks
 from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring
 
@@ -198,7 +200,7 @@ class TestValues:
             ),
             ({"max_steps": 0}, "`max_steps` is 0.*above 0"),
             ({"num_train_epochs": 0}, "`num_train_epochs` 0; one must be above 0"),
-            ({"report_to": ["wandb"]}, "wandb is not installed"),
+            ({"report_to": ["wandb"]}, "wandb is not installed: `pip install wandb`"),
             ({"height": None}, "`height` is None"),
             ({"model_init_kwargs": ["a"]}, "by name"),
             ({"report_to": "wandbb"}, "`report_to` has 'wandbb'.* wandb,"),
@@ -260,6 +262,9 @@ class TestValues:
     def test_num_generations_eval_none_is_trls(self, make_config):
         """Its type is `int | None`, and in TRL None means `num_generations`."""
         assert make_config(num_generations_eval=None).num_generations_eval == 16
+
+    def test_the_trackers_are_those_of_transformers(self):
+        assert option_checks._TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
 
 
 class TestRound:

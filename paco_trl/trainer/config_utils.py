@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig, SFTConfig
 
 from ..utils.errors import OptionError
@@ -78,19 +77,6 @@ def name_checkpointing(config: TrainingArguments) -> None:
         config.activation_checkpointing = config.gradient_checkpointing
     if config.activation_checkpointing_kwargs is None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
-
-
-def check_trackers(args: Any) -> None:
-    """Refuse a tracker that transformers does not know, or that is not installed."""
-    if args.report_to is None:
-        args.report_to = "none"
-    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
-    available = {*get_available_reporting_integrations(), "azure_ml", "flyte"}  # transformers leaves these out
-    for name in {*trackers} - {"all", "none"} - available:
-        if name in INTEGRATION_TO_CALLBACK:
-            raise OptionError(f"`report_to` is {args.report_to!r}, but {name} is not installed.", "report_to")
-        names = ", ".join(INTEGRATION_TO_CALLBACK)
-        raise OptionError(f"`report_to` has {name!r}, but must be of {names}, 'all' or 'none'.", "report_to")
 
 
 def check_optimizer(args: TrainingArguments) -> None:

@@ -32,7 +32,6 @@ from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
     check_optimizer,
-    check_trackers,
     defaults_of,
     help_from_docstring,
     name_checkpointing,
@@ -457,7 +456,7 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        check_trackers(self)
+        self.report_to = self.report_to or "none"
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
         if self.reward_required is not None:

@@ -14,7 +14,6 @@ from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
     check_optimizer,
-    check_trackers,
     defaults_of,
     help_from_docstring,
     name_checkpointing,
@@ -108,7 +107,7 @@ class PaCoRewardConfig(SFTConfig):
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
         errors = judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self)))
         refuse([*errors, *choice_errors(self, self.choices)])
-        check_trackers(self)
+        self.report_to = self.report_to or "none"
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         if self.dataloader_num_workers and self.dataloader_multiprocessing_context is None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from numbers import Integral
 from string import Formatter
 from types import SimpleNamespace
@@ -93,6 +94,12 @@ _REWARD_RANGES: Ranges = (
         "at least 1",
     ),
 )
+# Trackers of transformers -> packages, of which one must be installed
+_TRACKERS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "mlflow", "neptune")},
+    **{name: (name,) for name in ("swanlab", "trackio", "wandb")},
+    "tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": (), "kubeflow": (),
+}  # fmt: skip
 # An infinite one limits nothing
 _MAY_BE_INFINITE = (
     "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
@@ -357,6 +364,13 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Refuse what starts a run that trains nothing, or in another precision."""
     if sys.platform == "win32":
         raise OSError(NOT_ON_WINDOWS)
+    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    for name in {*trackers} - {None, "all", "none"}:
+        message, packages = f"`report_to` has {name!r}", _TRACKERS.get(name)
+        if packages is None:
+            yield OptionError(f"{message}, but must be of {', '.join(_TRACKERS)}, 'all' or 'none'.", "report_to")
+        elif packages and not any(map(find_spec, packages)):
+            yield OptionError(f"{message}, but {name} is not installed: `pip install {packages[0]}`.", "report_to")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
