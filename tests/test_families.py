@@ -35,7 +35,8 @@ from paco_trl.rollout import (
     cast_floating_inputs,
     family_of,
     keyed_generator,
-    replay,
+    predict,
+    score_step,
 )
 from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 from paco_trl.rollout.encoder import PromptEncoder
@@ -263,7 +264,9 @@ class Setup:
         return pixels(images)
 
     def replay(self, record, **kwargs):
-        return replay(self.policy.model, record, self.family, self.case.guidance_scale, SDE, **kwargs)
+        guidance_scale = self.case.guidance_scale
+        velocity = predict(self.policy.model, record.calls, self.family, guidance_scale, record.sample, **kwargs)
+        return score_step(velocity, record, SDE)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from paco_trl.rollout import (
     cast_floating_inputs,
     family_of,
     keyed_generator,
-    replay,
+    predict,
+    score_step,
 )
 from paco_trl.rollout.pipeline_policy import share_tensors
 from test_families import build_policy
@@ -56,6 +57,11 @@ def prompt_arguments(loaded, prompts):
 
 def generate(policy, prompt_arguments, sde, keys=KEYS, guidance_scale=GUIDANCE):
     return policy.generate(prompt_arguments, SIZE, SIZE, NUM_STEPS, guidance_scale, keys, sde)
+
+
+def replay(policy, record, sde):
+    velocity = predict(policy.model, record.calls, policy.family, GUIDANCE, record.sample)
+    return score_step(velocity, record, sde)
 
 
 def pixels(images):
@@ -120,7 +126,7 @@ class TestRecords:
         _, records = generate(policy, prompt_arguments, sde)
         for record in records:
             with torch.no_grad():
-                _, mean, std = replay(policy.model, record, policy.family, GUIDANCE, sde)
+                _, mean, std = replay(policy, record, sde)
             for image, key in enumerate(KEYS):
                 noise = torch.randn(TOKENS, 16, generator=keyed_generator(*key, record.index + 1))
                 torch.testing.assert_close((record.prev_sample - mean)[image] / std, noise, rtol=1e-3, atol=1e-4)
@@ -145,7 +151,7 @@ class TestReplay:
         assert torch.equal(records[1].sample, records[0].prev_sample)
 
         for record in records:
-            log_prob, _, replayed_std = replay(policy.model, record, policy.family, GUIDANCE, sde)
+            log_prob, _, replayed_std = replay(policy, record, sde)
             assert ((log_prob - record.log_prob).abs() > 1e-5).all()  # the ratio has moved
             weights = torch.tensor([1.0, -0.4])
             gradients = torch.autograd.grad((weights * log_prob).sum(), list(parameters.values()))
@@ -229,7 +235,7 @@ class TestRecordedArguments:
         assert set(recorded) == {"nested", "flag"}
         tensor, inner = recorded["nested"]
         assert tensor is changing.tensor and torch.equal(inner["inner"], torch.zeros(1))  # containers alone are fresh
-        log_prob, _, _ = replay(policy.model, record, policy.family, GUIDANCE, sde)
+        log_prob, _, _ = replay(policy, record, sde)
         assert torch.equal(log_prob, record.log_prob) and torch.equal(log_prob, expected.log_prob)
 
     def test_the_replay_leaves_the_record_as_it_is(self, policy, prompt_arguments):
@@ -244,7 +250,7 @@ class TestRecordedArguments:
 
         policy.model.register_forward_pre_hook(take, with_kwargs=True)
         for _ in range(2):
-            replay(policy.model, record, policy.family, GUIDANCE, sde)
+            replay(policy, record, sde)
         assert len(taken) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import test_families
-from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, replay
+from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, score_step
 from paco_trl.rollout.pipeline_policy import split_step
 from test_families import NUM_STEPS, build_policy, encode
 from testing_utils import entries_of
@@ -43,7 +43,9 @@ class Setup:
         )  # fmt: skip
 
     def replay(self, record, sde=SDE):
-        return replay(self.policy.model, record, self.policy.family, self.case.guidance_scale, sde)
+        policy, guidance_scale = self.policy, self.case.guidance_scale
+        velocity = predict(policy.model, record.calls, policy.family, guidance_scale, record.sample)
+        return score_step(velocity, record, sde)
 
     def gradients(self, record, weights):
         parameters = [p for p in self.policy.model.parameters() if p.requires_grad]

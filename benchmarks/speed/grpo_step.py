@@ -44,7 +44,6 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.planning.known_models import known_configs
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
-from paco_trl.rollout import replay
 from paco_trl.rollout.encoder import EncodedRows
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.callbacks import ContactSheetsCallback
@@ -398,18 +397,17 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         return arguments, arguments, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        arguments = (inputs["step"], self.family, self.args.guidance_scale, inputs["sde"])
         if self.is_published:
             prompts = self._prompts_of[id(inputs["step"])]
             # Their results are not needed here, only their cost: the numbers of both recipes are the same
             with torch.no_grad():
                 self.phase = "old policy"
                 self._encode_again(prompts)
-                replay(model, *arguments)
+                self.policy.predict(model, inputs["step"])
                 self.phase = "reference"
                 self._encode_again(prompts)
                 with self._reference(model) as reference:
-                    replay(reference, *arguments)
+                    self.policy.predict(reference, inputs["step"])
             self.phase = "training"
             self._encode_again(prompts)
         self.phase = "training"

@@ -19,7 +19,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 
-from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, replay
+from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, predict, score_step
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.tiny import build_tiny_flux
@@ -112,7 +112,8 @@ def main() -> None:
 
     def replay_step():
         with autocast, torch.no_grad():
-            replay(model, records[0], family, 3.5, sde)
+            velocity = predict(model, records[0].calls, family, 3.5, records[0].sample)
+            score_step(velocity, records[0], sde)
 
     forward_time = median_time(forward, args.repeats, args.device)
     replay_time = median_time(replay_step, args.repeats, args.device)

@@ -12,7 +12,7 @@ import diffusers
 import torch
 
 from .. import PaCoGRPOConfig
-from ..rollout import RecordedStep, SDESettings, keyed_generator, replay
+from ..rollout import RecordedStep, SDESettings, keyed_generator, score_step
 from ..rollout.encoder import EncodedRows
 from ..rollout.policy import Policy, Recording
 from ..rollout.prompt_rows import PromptRows
@@ -116,7 +116,7 @@ class SampleGenerator:
         """Compute the log-probability (B,) of a recorded step, with gradient, as in a training step."""
         record = record.to(self.policy.accelerator.device)  # its prompts may be in CPU memory
         sde = self.sde_settings(self.args.noise_level)
-        return replay(self.model, record, self.family, self.args.guidance_scale, sde)[0]
+        return score_step(self.policy.predict(self.model, record), record, sde)[0]
 
     def _encode(self) -> EncodedRows:
         scale = self.args.resolution_scale

@@ -21,7 +21,7 @@ from .families import (
     family_of,
 )
 from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep
-from .policy import cast_floating_inputs, check_call_at, predict, replay
+from .policy import cast_floating_inputs, check_call_at, predict, score_step
 from .sde import (
     SDE_TYPES,
     FlowMatchSDEScheduler,
@@ -41,5 +41,5 @@ __all__ = [
     "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
     "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily", "ZImageFamily",
     "cast_floating_inputs", "check_call_at", "check_flow_matching", "family_of", "gaussian_log_prob",
-    "keyed_generator", "predict", "replay", "sde_step", "step_std",
+    "keyed_generator", "predict", "score_step", "sde_step", "step_std",
 ]  # fmt: skip

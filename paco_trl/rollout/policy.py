@@ -186,36 +186,20 @@ class Policy:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
 
     def predict(self, model: nn.Module, step: TransformerStep, detach_unconditional: bool = False) -> torch.Tensor:
-        """Compute the velocity `(B, ...)` that a model predicts in a step; see [`replay`]."""
+        """Compute the velocity `(B, ...)` that a model predicts in a step; see [`predict`]."""
         return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
-
-
-def replay(
-    model: nn.Module,
-    record: RecordedStep,
-    family: Family,
-    guidance_scale: float,
-    sde: SDESettings,
-    detach_unconditional: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Score a recorded step with the current model: one forward for each call of the step.
-
-    Pass the `guidance_scale` and `sde` of the rollout. With `detach_unconditional` no gradient flows through the
-    unconditional prediction of true guidance; if that is a separate call, it keeps nothing for the backward pass.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
-        `(B, ...)` and standard deviation of the step's Gaussian.
-    """
-    velocity = predict(model, record.calls, family, guidance_scale, record.sample, detach_unconditional)
-    return score_step(velocity, record, sde)
 
 
 def score_step(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score a recorded step with a velocity `(B, ...)`, see [`replay`]."""
+    """
+    Score a recorded step with the velocity `(B, ...)` that [`predict`] gives in it, and the `sde` of the rollout.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
+        `(B, ...)` and standard deviation of the step's Gaussian.
+    """
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
     step = sde_step(velocity, record.sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
     return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
@@ -229,7 +213,12 @@ def predict(
     sample: torch.Tensor,
     detach_unconditional: bool = False,
 ) -> torch.Tensor:
-    """Compute the velocity `(B, ...)` that a model predicts in the calls of one step; see [`replay`]."""
+    """
+    Compute the velocity `(B, ...)` that a model predicts in the calls of one step: one forward for each call.
+
+    Pass the `guidance_scale` of the rollout. With `detach_unconditional` no gradient flows through the unconditional
+    prediction of true guidance; if that is a separate call, it keeps nothing for the backward pass.
+    """
     outputs = []
     for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two

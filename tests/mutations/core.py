@@ -146,7 +146,7 @@ MUTANTS = [
     (T + "paco_grpo_trainer.py", "loss = loss + self.beta * kl", "loss = loss + kl", GRPO + DIRECT),
     (T + "paco_grpo_trainer.py", '(loss * inputs["weights"]).sum() * self.accelerator.num_processes', '(loss * inputs["weights"]).mean() * self.accelerator.num_processes', GRPO + DIRECT),
     (T + "paco_grpo_trainer.py", '(loss * inputs["weights"]).sum() * self.accelerator.num_processes', '(loss * inputs["weights"]).sum()', GRPO + DIRECT),
-    (T + "paco_grpo_trainer.py", "gaussian_kl(mean, score_step(ref_velocity, record, sde)[1], std)", "gaussian_kl(mean, record.mean, std)", FULL + " -k 'test_the_reference and base'"),
+    (T + "paco_grpo_trainer.py", "gaussian_kl(mean, score_step(ref_velocity, step, sde)[1], std)", "gaussian_kl(mean, step.mean, std)", FULL + " -k 'test_the_reference and base'"),
     (T + "round_trainer.py", '"ref" if "ref" in adapted.peft_config else None', "None", FULL + " -k 'test_the_reference and initial'"),
     (T + "paco_grpo_trainer.py", "guard_gradient_weight(step.sigma, step.sigma_next)", "guard_gradient_weight(step.sigma_next, step.sigma)", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
     (T + "paco_grpo_trainer.py", "cast(tuple[float, float], self.args.clip_range)", "cast(tuple[float, float], self.args.clip_range[::-1])", GRPO + "::TestPolicyLoss::test_settings_of_the_clip_range_and_of_advantages"),

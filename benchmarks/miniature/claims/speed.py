@@ -20,7 +20,6 @@ from miniature.generator_step import train_generator
 from miniature.settings import MiniatureSettings
 from paco_trl import PaCoGRPOTrainer
 from paco_trl.rewards import ClipTReward, ConsistencyReward
-from paco_trl.rollout import replay
 
 from .common import prepared, read_truth, readings, runs_with
 
@@ -59,10 +58,9 @@ class PublishedRecipe(PaCoGRPOTrainer):
             for _ in range(4):
                 prompts = self.train_rows.prompts[: len(inputs["advantages"])]
                 self.family.encode_prompt(self.pipeline, prompts, self.accelerator.device)
-            replayed = (inputs["step"], self.family, self.args.guidance_scale, inputs["sde"])
-            replay(model, *replayed)
+            self.policy.predict(model, inputs["step"])
             with self._reference(model) as reference:
-                replay(reference, *replayed)
+                self.policy.predict(reference, inputs["step"])
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
