@@ -265,7 +265,7 @@ class PipelinePolicy:
                 cause = error  # raised below, unless a check explains it
             recorder.raise_failed(cause)
         self._check_generated(recorder, num_inference_steps, images[0], (width, height))
-        return images, share_tensors(recorder.recorded, prompt_arguments, prompt_arguments)
+        return images, recorder.recorded
 
     def _check_generated(
         self, recorder: BatchRecorder, num_inference_steps: int, image: Image.Image, size: tuple[int, int]

@@ -162,8 +162,7 @@ class Policy:
             sample.image = image
         if recording.finish is not None:
             recording.finish(batch)
-        if self.offload_embeddings:
-            batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
+        batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
 
     def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
         """Collect the inputs of a batch: embeddings of its prompts, and the source images of the first, which all share."""
