@@ -186,7 +186,7 @@ class TestWeigh:
             for position, entry in enumerate(entries_of(trained)):
                 assert entry["weights"].tolist() == pytest.approx(weights[position // 2])
                 assert entry["advantages"].tolist() == numbers[position // 2]
-                assert entry["num_trained"] == (3, 2)[position // 2]
+                assert entry["trained_completions"] == (3, 2)[position // 2]
 
 
 class TestAssign:

@@ -140,8 +140,8 @@ def entries_of(round) -> list[dict]:
     for position in range(round.plan.steps_per_generation):
         batch, step, _ = round.micro_step(position)
         columns = {"advantages": batch.column("advantage"), "weights": batch.column("weight")}
-        num_trained = round.num_trained[position // round.plan.gradient_accumulation_steps]
-        entries.append({"step": step, "num_trained": num_trained, **columns})
+        trained_completions = round.trained_completions[position // round.plan.gradient_accumulation_steps]
+        entries.append({"step": step, "trained_completions": trained_completions, **columns})
     return entries
 
 

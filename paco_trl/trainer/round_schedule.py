@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,13 +120,21 @@ class RoundSchedule:
         return SDESettings(tuple(sorted(steps)), args.noise_level, args.sde_type, args.tail_steps)
 
 
+class MicroStep(NamedTuple):
+    """What is trained at a time."""
+
+    batch: Batch
+    step: TransformerStep
+    is_idle: bool  # whether its optimizer step trains no image
+
+
 class TrainingRound(Round):
     """
     A round that is trained: dealt to the processes and, once it is generated, with the micro-batches of this one.
 
-    It follows from the seed and `index` alone, until its groups are replaced. `num_trained` has the number of completions
-    that each optimizer step trains, `metrics` what is logged with each, and `seconds` are those it took to generate and
-    score.
+    It follows from the seed and `index` alone, until its groups are replaced. `trained_completions` has how many
+    each optimizer step trains, with a part of a set for its images, `metrics` what is logged with each, and `seconds` are
+    those it took to generate and score.
     """
 
     def __init__(
@@ -139,7 +147,7 @@ class TrainingRound(Round):
         self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
         self.process_index, self.local_batches = process_index, self.batches[process_index]
         self.micro_batches: list[Batch] = []
-        self.num_trained: list[float] = []
+        self.trained_completions: list[float] = []
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
@@ -161,13 +169,14 @@ class TrainingRound(Round):
             return 1 / len(completion.samples) if completion and taking_part[completion.number] else 0.0
 
         per_step = len(self.local_batches) // self.plan.num_optimizer_steps
-        self.num_trained = []
+        self.trained_completions = []
         for first in range(0, len(self.local_batches), per_step):
             step_batches = [batch for batches in self.batches for batch in batches[first : first + per_step]]
             samples = [sample for batch in step_batches for sample in batch.samples]
             shares = torch.tensor([share(sample) for sample in samples])  # (samples,)
-            self.num_trained.append(shares.sum().item())
-            denominator = self.num_trained[-1] * self.plan.num_trained_steps or 1  # without one all weights are 0
+            total = shares.sum().item()
+            self.trained_completions.append(total)
+            denominator = total * self.plan.num_trained_steps or 1  # without one all weights are 0
             for sample, weight in zip(samples, (shares / denominator).tolist(), strict=True):
                 sample.weight = weight
         self.micro_batches = []
@@ -198,17 +207,18 @@ class TrainingRound(Round):
         local = by_process[self.process_index]
         return local + [filler] * (max(map(len, by_process)) - len(local))
 
-    def micro_step(self, position: int) -> tuple[Batch, TransformerStep, bool]:
-        """Return a micro-batch, one of its steps, and whether the optimizer step trains no image."""
+    def micro_step(self, position: int) -> MicroStep:
+        """Return a micro-batch at one of its steps."""
         position %= self.plan.steps_per_generation  # `num_iterations` passes
         batch_number, step = divmod(position, self.plan.num_trained_steps)
         batch = self.micro_batches[batch_number]
-        return batch, batch.steps[step], not self.num_trained[position // self.plan.gradient_accumulation_steps]
+        trained_completions = self.trained_completions[position // self.plan.gradient_accumulation_steps]
+        return MicroStep(batch, batch.steps[step], is_idle=trained_completions == 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether the round trains no image at all."""
-        return not any(self.num_trained)
+        return not any(self.trained_completions)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors and numbers of a pending round for a checkpoint."""
@@ -221,7 +231,7 @@ class TrainingRound(Round):
             }
             for batch in self.micro_batches
         ]
-        names = ("index", "global_step", "row_numbers", "num_trained", "metrics", "seconds")
+        names = ("index", "global_step", "row_numbers", "trained_completions", "metrics", "seconds")
         return {name: getattr(self, name) for name in names} | {"batches": batches}
 
     def load_state_dict(
@@ -231,7 +241,7 @@ class TrainingRound(Round):
         for group, (row_number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):
             if row_number != saved:
                 self.replace(group, saved)
-        for name in ("global_step", "num_trained", "metrics", "seconds"):
+        for name in ("global_step", "trained_completions", "metrics", "seconds"):
             setattr(self, name, state[name])
         size, samples = self.plan.batch_size, [sample for batch in self.local_batches for sample in batch.samples]
         for batch_number, saved in enumerate(state["batches"]):

@@ -740,7 +740,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             )
             return
         names = {field.name for field in dataclasses.fields(self._step_class)}
-        if any(step.keys() != names for batch in state.get("batches", [{"steps": [{}]}]) for step in batch["steps"]):
+        steps = [step for batch in state.get("batches", []) for step in batch["steps"]]
+        if "trained_completions" not in state or any(step.keys() != names for step in steps):
             logger.warning(f"The round of '{checkpoint}' is of an older version of paco_trl: it is generated again.")
             return
         self.round = self._plan_round(state["index"])
