@@ -126,8 +126,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             loss = loss + self.beta * kl
             metrics = metrics | {"kl": kl.detach()}
         self._collect_statistics(step, ratio, metrics, weights)
-        # The weights divide by the images of the optimizer step on all processes, over which gradients are averaged
-        return (loss * weights).sum() * self.accelerator.num_processes
+        return self._mean_loss(loss, weights)
 
     def policy_loss(self, step: PolicyStep, advantages: torch.Tensor) -> PolicyLoss:
         """

@@ -205,7 +205,7 @@ class PaCoNFTTrainer(RoundTrainer):
             self._step_metrics = self.statistics.finish(global_step, is_on_policy)
             if self.args.keeps_old_policy:
                 self._step_metrics["old_policy_decay"] = self.old_policy.decay
-        return (loss * weights).sum() * self.accelerator.num_processes
+        return self._mean_loss(loss, weights)
 
     def _model_card(self, *args, **kwargs) -> ImageModelCard:
         """Fill in the card of the objective, whose settings have times in place of stochastic steps."""

@@ -627,6 +627,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
                 ref_velocity = self.policy.predict(reference, step)
         return self.policy.predict(model, step, self.args.detach_unconditional), ref_velocity
 
+    def _mean_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the part of a micro-batch, `(B,)`, in the mean over the images of the optimizer step."""
+        # The weights divide by the images on all processes, over which gradients are averaged
+        return (losses * weights).sum() * self.accelerator.num_processes
+
     @contextmanager
     def _reference(self, model):
         """Provide the reference of the KL divergence: a copy of the initial model or adapter, or the base model."""

@@ -144,8 +144,8 @@ MUTANTS = [
     # ---- PaCoGRPOTrainer ----
     (T + "paco_grpo_trainer.py", "loss = loss + self.beta * kl", "loss = loss - self.beta * kl", GRPO + DIRECT),
     (T + "paco_grpo_trainer.py", "loss = loss + self.beta * kl", "loss = loss + kl", GRPO + DIRECT),
-    (T + "paco_grpo_trainer.py", '(loss * inputs["weights"]).sum() * self.accelerator.num_processes', '(loss * inputs["weights"]).mean() * self.accelerator.num_processes', GRPO + DIRECT),
-    (T + "paco_grpo_trainer.py", '(loss * inputs["weights"]).sum() * self.accelerator.num_processes', '(loss * inputs["weights"]).sum()', GRPO + DIRECT),
+    (T + "round_trainer.py", '(losses * weights).sum() * self.accelerator.num_processes', '(losses * weights).mean() * self.accelerator.num_processes', GRPO + DIRECT),
+    (T + "round_trainer.py", '(losses * weights).sum() * self.accelerator.num_processes', '(losses * weights).sum()', GRPO + DIRECT),
     (T + "paco_grpo_trainer.py", "gaussian_kl(mean, score_step(ref_velocity, step, sde)[1], std)", "gaussian_kl(mean, step.mean, std)", FULL + " -k 'test_the_reference and base'"),
     (T + "round_trainer.py", '"ref" if "ref" in adapted.peft_config else None', "None", FULL + " -k 'test_the_reference and initial'"),
     (T + "paco_grpo_trainer.py", "guard_gradient_weight(step.sigma, step.sigma_next)", "guard_gradient_weight(step.sigma_next, step.sigma)", FULL + "::TestLossesOfRecordedMeans::test_the_log_ratio_is_the_mean_of_noise_times_shift"),
