@@ -118,11 +118,14 @@ class PaCoNFTTrainer(RoundTrainer):
     _step_class = NoisedStep
     _statistics_class = VelocityStatistics
 
-    def _check_family(self, family: Family) -> None:
-        if hasattr(self, "policy_loss"):
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "policy_loss"):
             raise TypeError(
-                f"{type(self).__name__} has a `policy_loss`, which only `PaCoGRPOTrainer` calls. Override `compute_loss`."
+                f"{cls.__name__} has a `policy_loss`, which only `PaCoGRPOTrainer` calls. Override `compute_loss`."
             )
+
+    def _check_family(self, family: Family) -> None:
         if type(family).call_at is Family.call_at:
             name = type(family).__name__
             raise ValueError(f"{name} has no `call_at`. Add it, or train with `PaCoGRPOTrainer`.")
