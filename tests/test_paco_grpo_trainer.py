@@ -5,6 +5,7 @@ import copy
 import json
 import re
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -513,6 +514,14 @@ class TestSteps:
         )[1]
         trainer.train()
         assert len(set(keys)) == len(keys) == 16 and {key[:3] for key in keys} == {(42, 3, 0), (42, 3, 1)}
+
+    def test_the_time_of_training_is_without_the_generation_of_a_round(self, make_small):
+        trainer = make_small(max_steps=2)
+        generate = trainer.policy.pipeline_policy.generate
+        trainer.policy.pipeline_policy.generate = lambda *args, **kwargs: (time.sleep(2), generate(*args, **kwargs))[1]
+        trainer.train()
+        first, second = trainer.state.log_history[:2]
+        assert first["time/rollout"] >= 2 > first["time/train"] > 0 < second["time/train"] < 2
 
 
 class TestCallbacks:

@@ -236,7 +236,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._is_warned_of_constants = False
         self._step_metrics: dict[str, float] = {}
         self.is_idle_step = False  # whether the current optimizer step trains no image
-        self._encode_time = self._generation_time = self._train_time = 0.0
+        self._encode_time = self._train_time = 0.0
         self._add_callbacks()
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.schedule.describe())  # logs at level info are hidden
@@ -443,7 +443,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
             self.round = self._generate_and_score_completions(index)
             self.round.seconds = time.perf_counter() - started
-            self._generation_time += self.round.seconds
+            self._train_time -= self.round.seconds  # they are part of the training step
         batch, step, self.is_idle_step = self.round.micro_step(position)
         if self.is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
             for group in self.optimizer.param_groups:
@@ -598,7 +598,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Run TRL's training step, and time an optimizer step without the generation of its round."""
-        started, generation_time = time.perf_counter(), self._generation_time
+        started = time.perf_counter()
         check = nullcontext()
         if self._is_first_backward:
             has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
@@ -610,7 +610,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self._is_first_backward = False
-        self._train_time += time.perf_counter() - started - (self._generation_time - generation_time)
+        self._train_time += time.perf_counter() - started
         if self.accelerator.sync_gradients and self.round is not None:
             round_time = self.round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
             times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}

@@ -168,6 +168,7 @@ MUTANTS = [
     (T + "round_trainer.py", "(~is_valid.view(-1, generations).any(dim=1)).sum()", "(~is_valid.view(-1, generations).all(dim=1)).sum()", SCORING + "::TestCeilings::test_images_below_and_above"),
     (T + "round_schedule.py", 'STREAMS["training"], index)', 'STREAMS["training"], 0)', GRPO + "::TestSteps::test_each_round_has_its_noise"),
     (T + "round_trainer.py", "if self.round is None or self.round.index != index:", "if self.round is None:", GRPO + "::TestSteps::test_each_round_has_its_noise"),
+    (T + "round_trainer.py", "self._train_time -= self.round.seconds", "pass", GRPO + "::TestSteps::test_the_time_of_training_is_without_the_generation_of_a_round"),
     (T + "round_trainer.py", "self.state.global_step == self.round.global_step", "self.state.global_step >= self.round.global_step", GRPO + "::TestRatio::test_ratio_is_one_before_the_first_update[flow_sde-False]"),
     (T + "paco_grpo_trainer.py", "step <= self._initial_global_step + self", "step < self._initial_global_step + self", GRPO + "::TestRatio::test_a_rollout_without_the_adapter_stops_the_run_after_its_first_round"),
     (T + "evaluator.py", "use_weights(self.model, self.average, self.zero_stage)", "use_weights(self.model, None, self.zero_stage)", EMA + "::TestSwap::test_evaluation_draws_with_the_average"),
