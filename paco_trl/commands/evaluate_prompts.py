@@ -22,7 +22,6 @@ from rich.markup import escape
 from tqdm.auto import tqdm
 from transformers import TrainerState
 
-from ..data import split_grid
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
 from ..generation.inference import DEFAULT_MODEL, LoadingSpec, read_adapter, read_pipeline
@@ -30,7 +29,7 @@ from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
 from ..image_benchmarks.statistics import Line, Unit, table
 from ..rewards.checks import check_columns
-from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models
+from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models, reward_arguments
 from ..rewards.weighting import Rewards
 from ..rollout import FAMILIES, family_of
 from ..rollout.adapters import SavedAdapter
@@ -246,6 +245,7 @@ def _score(
     """Score the images of a system with each reward; a missing score is NaN, and the next run requests it again."""
     indices = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[index].read_bytes()).hexdigest() for key, index in indices.items()}
+    num_generations = len(indices) // len({row for row, _ in files})
     values: dict[str, dict[Unit, float]] = {}
     for index, name in enumerate(rewards.names):
         with (
@@ -262,16 +262,12 @@ def _score(
             for keys in batches:
                 batch = []
                 for key in keys:
-                    row = rows.row(indices[key][0])
                     with Image.open(files[indices[key]]) as image:
-                        panels = split_grid(image.convert("RGB"), row["rows"], row["cols"])
-                        batch.append({**row, "completions": image.convert("RGB"), "panel_images": panels})
-                columns = {column: [row[column] for row in batch] for column in batch[0] if column != "prompt"}
-                scores = rewards.call(
-                    index, prompts=[row["prompt"] for row in batch], completion_ids=None, trainer_state=TrainerState(),
-                    num_generations=len(indices) // len({row for row, _ in files}),
-                    log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
-                )  # fmt: skip
+                        batch.append({**rows.row(indices[key][0]), "completions": image.convert("RGB")})
+                arguments = reward_arguments(
+                    batch, num_generations, TrainerState(), log_extra=lambda *_: None, log_metric=lambda *_: None
+                )
+                scores = rewards.call(index, **arguments)
                 scores = runner.run(scores) if inspect.iscoroutine(scores) else scores
                 records = [
                     {"key": key, "score": None if score is None else float(score), "incomplete": score is None}

@@ -14,7 +14,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from ..data.image_sets import SEPARATE
 
 
-# Arguments of a reward besides the columns of the dataset, see `RewardScorer`
+# Arguments of a reward besides the columns of the dataset, see `reward_arguments`
 _TRAINER_ARGUMENTS = {
     "prompts", "completions", "completion_ids", "num_generations", "panel_images", "trainer_state", "log_extra",
     "log_metric",

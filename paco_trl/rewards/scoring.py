@@ -85,6 +85,26 @@ class _Call:
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
+def reward_arguments(
+    rows: Sequence[dict[str, Any]],
+    num_generations: int,
+    state: TrainerState,
+    log_extra: Callable[[str, list], None],
+    log_metric: Callable[[str, float], None],
+) -> dict[str, Any]:
+    """Return the arguments of a reward's call for rows of the dataset with the images generated for them, `completions`."""
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    return columns | {
+        "prompts": [row["prompt"] for row in rows],
+        "completion_ids": None,  # as in TRL
+        "panel_images": [split_grid(row["completions"], row["rows"], row["cols"]) for row in rows],
+        "num_generations": num_generations,
+        "trainer_state": state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+
+
 class RewardScorer:
     """
     Calls rewards while images are generated.
@@ -199,16 +219,11 @@ class RoundScoring:
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
         """Start a call of some rewards, on the event loop if they are async, otherwise on the thread."""
         call, rows = _Call(indices, [completion_number for completion_number, _ in batch]), [row for _, row in batch]
-        arguments: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        arguments |= {
-            "prompts": [row["prompt"] for row in rows],
-            "completion_ids": None,  # as in TRL
-            "panel_images": [split_grid(row["completions"], row["rows"], row["cols"]) for row in rows],
-            "num_generations": self.round.num_generations,
-            "trainer_state": self.state,
-            "log_extra": lambda column, values: call.extra[column].extend(values),
-            "log_metric": lambda name, value: call.metrics[name].append(float(value)),
-        }
+        arguments = reward_arguments(
+            rows, self.round.num_generations, self.state,
+            log_extra=lambda column, values: call.extra[column].extend(values),
+            log_metric=lambda name, value: call.metrics[name].append(float(value)),
+        )  # fmt: skip
         if self.rewards.is_async[indices[0]]:
             call.values = asyncio.run_coroutine_threadsafe(self._call_async(call, arguments), self.scorer.loop)
         else:
