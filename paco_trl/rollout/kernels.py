@@ -52,6 +52,15 @@ def _prefer_kernel(kernel: SDPBackend | None) -> None:
         _preferred_kernel.enter_context(sdpa_kernel([kernel, *fallbacks], set_priority=True))
 
 
+def round_like_eager(transformer: nn.Module) -> None:
+    """Let the compiled blocks of a transformer round to bf16 where eager ones do, by a setting of this process."""
+    if any(module._compiled_call_impl is not None for module in transformer.modules()):
+        from torch._inductor import config as inductor
+
+        # Fused kernels skip roundings, and kernels with gradients are fused differently from those without
+        inductor.emulate_precision_casts = True
+
+
 def keep_dtype_of_norms(transformer: nn.Module) -> None:
     """Cast the outputs of the norms of queries and keys to the dtype of their inputs."""
     # CUDA's autocast computes them in float32 since torch 2.12, and flash attention takes no float32

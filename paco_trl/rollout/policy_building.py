@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import Family, FlowMatchSDEScheduler, PipelinePolicy, cast_floating_inputs
 from .adapters import SavedAdapter, check_target_modules, exclude_layers, load_transformer_adapter
-from .kernels import set_kernels
+from .kernels import round_like_eager, set_kernels
 
 
 class PolicyConfig(FrozenDict):
@@ -86,29 +86,31 @@ def prepare_transformer(
     """Make all weights trainable, or add a new or saved adapter in place, with `copy_adapter` also frozen as `ref`."""
     transformer = pipeline.transformer
     _check_no_dropout(transformer)
-    if any(module._compiled_call_impl is not None for module in transformer.modules()):
-        from torch._inductor import config as inductor
-
-        # Fused kernels skip rounding to bf16, and kernels with gradients are fused differently from those without
-        inductor.emulate_precision_casts = True
-
-    config = PolicyConfig(transformer.config)
+    round_like_eager(transformer)
     if peft_config is None:
         model = transformer.requires_grad_(True)
-        model._internal_dict = config  # the property `config` has no setter
     else:
         model = _add_adapter(pipeline, family, peft_config, autocast_adapter_dtype)
         if copy_adapter:
             _copy_adapter(model, autocast_adapter_dtype)
-        model.config = config
-        # PEFT leaves the base model's name empty for diffusers models
-        model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
+    _set_config(model, PolicyConfig(transformer.config))
+    _rename_checkpointing(model, transformer)
+    return model
 
-    # Trainer calls another name than diffusers'. No layer is random, and the state of the generators would be copied from
-    # the device for each block
+
+def _set_config(model: nn.Module, config: PolicyConfig) -> None:
+    """Give a trained model the config that Trainer's callbacks can read."""
+    if isinstance(model, PeftModel):
+        model.config = config
+    else:
+        model._internal_dict = config  # the property `config` has no setter
+
+
+def _rename_checkpointing(model: nn.Module, transformer: nn.Module) -> None:
+    """Let Trainer switch gradient checkpointing on, by a method that diffusers names otherwise."""
+    # No layer is random, and the state of the generators would be copied from the device for each block
     checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing(checkpointed)
-    return model
 
 
 def _check_no_dropout(transformer: nn.Module) -> None:
@@ -127,13 +129,17 @@ def _add_adapter(
     transformer, options = pipeline.transformer, {"autocast_adapter_dtype": autocast_adapter_dtype}
     unused_layers = family.unused_layers(transformer)
     if isinstance(peft_config, SavedAdapter):
-        return load_transformer_adapter(transformer, peft_config, unused_layers, is_trainable=True, **options)
-    config: Any = copy.deepcopy(peft_config)
-    check_target_modules(config, transformer)
-    if config.target_modules is None:
-        config.target_modules = list(family.lora_target_modules)
-    exclude_layers(config, unused_layers)
-    return get_peft_model(transformer, config, **options)
+        model = load_transformer_adapter(transformer, peft_config, unused_layers, is_trainable=True, **options)
+    else:
+        config: Any = copy.deepcopy(peft_config)
+        check_target_modules(config, transformer)
+        if config.target_modules is None:
+            config.target_modules = list(family.lora_target_modules)
+        exclude_layers(config, unused_layers)
+        model = get_peft_model(transformer, config, **options)
+    # PEFT leaves the base model's name empty for diffusers models
+    model.peft_config[model.active_adapter].base_model_name_or_path = pipeline.name_or_path
+    return model
 
 
 def _copy_adapter(model: PeftModel, autocast_adapter_dtype: bool) -> None:
