@@ -31,7 +31,8 @@ _TRAINING_FIELDS = (
 )  # fmt: skip
 _INITIALIZATION_FIELDS = ("init_lora_weights", "eva_config")
 # Initial weights that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them
-_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_WITHOUT_DATA = (True, False, "gaussian", "orthogonal")
+_KEEP_BASE = (*_WITHOUT_DATA, "eva", "mica")
 # Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
 _PLAIN_LORA = vars(PeftConfig()).keys() | {
     *("r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "init_lora_weights", "use_rslora"),
@@ -151,7 +152,7 @@ def check_lora_start(peft_config: LoraConfig) -> None:
     """Refuse a scale of 0, with which no weight has a gradient, and initial weights that also change the base weights."""
     if peft_config.lora_alpha == 0:
         raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
-    if peft_config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+    if peft_config.init_lora_weights not in _WITHOUT_DATA:
         raise ValueError(
             f"`init_lora_weights` is {peft_config.init_lora_weights!r}, for which PEFT changes the base weights or "
             "asks for data: the adapter would not fit the model itself. Use True or 'gaussian'."
