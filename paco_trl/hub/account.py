@@ -21,7 +21,7 @@ from ..utils.names import is_same_model, public_name
 from .files import SETTINGS, is_one_of
 
 
-# The common base class of Hub and connection errors; its name depends on the version of huggingface_hub
+# The common base class of Hub and connection errors: `httpx.HTTPError` or, since huggingface_hub 2, `httpx2.HTTPError`
 HTTPError = HfHubHTTPError.__bases__[0]
 _OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises the built-in ones
 
