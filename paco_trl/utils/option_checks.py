@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Rules for the values of options, without torch, diffusers and TRL: a config refuses what breaks them, and so does the command
-line, before it has imported them.
+Rules for the values of options, without torch, diffusers and TRL: a config refuses what breaks them, and so does the
+command line, before it has imported them.
 """
 
 import json
@@ -50,17 +50,20 @@ _NFT_ALTERNATIVES = {
     "nft_beta": "epsilon",
 }
 _AT_LEAST_ONE = (
-    "num_prompts_per_generation", "optimizer_steps_per_generation", "per_device_train_batch_size", "height", "width",
-    "per_device_eval_batch_size", "generation_batch_size", "steps_per_generation", "gradient_accumulation_steps",
-    "num_iterations", "per_device_rollout_batch_size", "num_inference_steps_eval",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "height", "width", "num_iterations",
+    "num_inference_steps_eval",
+)  # fmt: skip
+_NONE_OR_AT_LEAST_ONE = (
+    "num_prompts_per_generation", "optimizer_steps_per_generation", "generation_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "per_device_rollout_batch_size", "num_generations_eval",
 )  # fmt: skip
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
 # Fields, their good values, and the rule in errors
 Ranges = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
-    (_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
-    (("num_generations_eval",), lambda v: v is None or v >= 1, "at least 1"),
+    (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+    (_NONE_OR_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
     (("sde_steps",), lambda v: isinstance(v, list | tuple | range), "a list of steps, such as [1]"),
     (("num_inference_steps",), lambda v: v >= 2, "at least 2: the last is not stochastic"),
     (("resolution_scale",), lambda v: 0 < v <= 1, "in (0, 1] (the paper trains at 0.5, and finds that 0.25 fails)"),
@@ -114,14 +117,14 @@ def image_errors(
     whole: Collection[str] = (),
 ) -> Iterator[OptionError]:
     """
-    Check the values of a config with `GRPO_LOSSES` or `NFT_LOSSES` against each other; yield an error for each broken rule.
-    Those for the sizes of a round are [`size_errors`].
+    Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other; yield an error for each broken rule. Those
+    for the sizes of a round are [`size_errors`].
 
     `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
-    is_nft = losses == NFT_LOSSES
+    is_nft = "nft_beta" in defaults  # PaCoNFTConfig's
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
         alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives
@@ -352,7 +355,7 @@ def _out_of_range(
         for name in names:
             value = getattr(args, name)
             try:
-                fits = is_good(value) and (value is not None or names is not _AT_LEAST_ONE or defaults[name] is None)
+                fits = is_good(value)
             except (TypeError, ValueError):  # a value of another type, or None
                 fits = False
             if not fits:  # NaN is not either
