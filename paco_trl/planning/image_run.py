@@ -95,6 +95,11 @@ class ImageRun:
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
         self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
+        for method in (
+            self.embeddings, self.transformer_calls, self.training_peak, self.step_peak, self.decoding_peak,
+            self.first_panel_peak,
+        ):  # fmt: skip
+            setattr(self, method.__name__, functools.cache(method))  # until the plan is dropped
         self._read_rewards(reward_models, judge_quantization)
         self._load(model, peft_config)
         self._read_prompts(train_dataset, eval_dataset)
@@ -162,7 +167,6 @@ class ImageRun:
             else:
                 self.judges.append(make(config.name_or_path))
 
-    @functools.cache  # noqa: B019  (lives as long as the plan)
     def embeddings(self, image: PlannedImage) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt, as zeros in the real shapes with batch dimension 1."""
         images = image.rows.images(image.row_number) if self.family.prompt_sees_images else []
@@ -184,7 +188,6 @@ class ImageRun:
         with self.mode:
             return self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
 
-    @functools.cache  # noqa: B019
     def transformer_calls(self, batch_size: int, image: PlannedImage | None = None) -> list[dict]:
         """Record the arguments of the transformer's calls in a step, by default of training, as tensors without data."""
         image = image or self.image
@@ -214,13 +217,11 @@ class ImageRun:
         to_fake = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
         return tree_map_only(torch.Tensor, to_fake, calls)
 
-    @functools.cache  # noqa: B019
     def training_peak(self, batch_size: int, checkpoints: bool, quantization: str | None = None) -> int:
         """Measure the peak of a micro-batch's forward and backward pass."""
         getattr(self.transformer, f"{'enable' if checkpoints else 'disable'}_gradient_checkpointing")()
         return self._transformer_peak(self.transformer_calls(batch_size), quantization, is_training=True)
 
-    @functools.cache  # noqa: B019
     def step_peak(self, batch_size: int, image: PlannedImage, quantization: str | None) -> int:
         """Measure the peak of a sampling step."""
         return self._transformer_peak(self.transformer_calls(batch_size, image), quantization)
@@ -229,7 +230,6 @@ class ImageRun:
         with self.mode, self.training_precision(), dequantize_in_forward(self.model, quantization):
             return measure_peak(lambda: [self.model(**call)[0] for call in calls], self.model, is_training)
 
-    @functools.cache  # noqa: B019
     def decoding_peak(self, batch_size: int, image: PlannedImage, tiled: bool) -> int:
         """Measure the peak of the VAE's decoder."""
         sides = [side // self.pipeline.vae_scale_factor for side in image.size]
@@ -239,7 +239,6 @@ class ImageRun:
             latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
             return measure_peak(lambda: self.vae.decode(latents, return_dict=False), self.vae)
 
-    @functools.cache  # noqa: B019
     def first_panel_peak(self, image: PlannedImage) -> int:
         """Measure the peak of the VAE's encoder for a first panel."""
         return measure_peak(lambda: self.encode_image(self.panel(image)), self.vae)

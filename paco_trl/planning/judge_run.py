@@ -51,8 +51,8 @@ class JudgeNetwork:
         with skip_equal_blocks(self.model):
             fake_weights(self.model, self.mode)
         self.weights_bytes = functools.cache(weights_bytes)
+        self.peak = functools.cache(self.peak)  # type: ignore[method-assign]
 
-    @functools.cache  # noqa: B019  (lives as long as the plan)
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
         decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
         getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
