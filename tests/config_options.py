@@ -27,7 +27,7 @@ def text() -> str:
         for kind in kinds:
             own = inspect.get_annotations(kind)
             options[kind.__name__] = {
-                name: found for name, found in command_options.describe(kind).items() if name in own
+                name: found for name, found in command_options.declared_options(kind).items() if name in own
             }
     options["TrainingArguments"]["report_to"]["choices"] = [*INTEGRATION_TO_CALLBACK, "all", "none"]
     lines = ["{", '"bases": {']

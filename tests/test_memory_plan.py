@@ -260,7 +260,7 @@ def test_the_optimizer_of_a_run_is_counted(make_plan, tiny_qwen, tmp_path):
             changed = replace(found)
             assert device_of(changed)["optimizer"] == size * found.run.num_trained, found.run.args.optim
             is_known = found.run.args.optim not in ("galore_adamw_8bit", "lomo")
-            assert ("is counted as AdamW" in changed.describe()) is not is_known
+            assert ("is counted as AdamW" in changed.summary()) is not is_known
 
 
 def test_the_judges_batch(make_trainer, tiny_flux, tiny_qwen, prompts):

@@ -42,11 +42,11 @@ from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.checks import (
-    check_eval_datasets,
-    check_fills_round,
     check_panels_used,
-    check_train_dataset,
+    fit_round,
     offload_models,
+    read_eval_rows,
+    read_train_rows,
 )
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
@@ -183,7 +183,7 @@ def check_configuration(state: DoctorState) -> Row:
     args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
-    return replace(row, finding=args.round_plan.describe())
+    return replace(row, finding=args.round_plan.summary())
 
 
 def check_output_folder(state: DoctorState) -> Row | str:
@@ -224,9 +224,9 @@ def check_data(state: DoctorState) -> str | list[Row]:
     state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
     fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
     rewards = Rewards([_no_reward])  # the real rewards are loaded later
-    rows = [check_train_dataset(state.train_dataset, args, rewards)]
+    rows = [read_train_rows(state.train_dataset, args, rewards)]
     if state.eval_dataset is None:
-        check_eval_datasets(None, args, rewards)
+        read_eval_rows(None, args, rewards)
     else:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
@@ -240,7 +240,7 @@ def check_data(state: DoctorState) -> str | list[Row]:
         )
     finding = " Evaluation: ".join(findings)
     try:
-        check_fills_round(args, rows[0])
+        fit_round(args, rows[0])
     except ValueError as error:  # the plan does not depend on it
         return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
     schedule = RoundSchedule(args, rows[0].lengths)
@@ -281,7 +281,7 @@ def check_model(state: DoctorState) -> Row | str:
     args, script_args = state.args, state.script_args
     if state.skips:
         if state.eval_dataset is not None:
-            check_eval_datasets(state.eval_dataset, args, Rewards(state.eval_reward_funcs or state.reward_funcs))
+            read_eval_rows(state.eval_dataset, args, Rewards(state.eval_reward_funcs or state.reward_funcs))
         return Row(SKIPPED, state.skips)
     trainer = PaCoGRPOTrainer(
         model=script_args.model_name_or_path, reward_funcs=state.reward_funcs, args=args,
@@ -388,7 +388,7 @@ def _memory_savings(plan: MemoryPlan) -> list[str]:
 
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
     """Describe the phases of a run, compared with a device of `total` bytes and a machine of `host` bytes."""
-    lines, verdict, advice, limit = [plan.describe()], OK, "", USABLE * (total or 0)
+    lines, verdict, advice, limit = [plan.summary()], OK, "", USABLE * (total or 0)
     if total is None:
         lines.append("There is no CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:

@@ -37,8 +37,8 @@ def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def describe(config: type) -> dict[str, dict[str, Any]]:
-    """Describe the fields of a dataclass as options, in plain values."""
+def declared_options(config: type) -> dict[str, dict[str, Any]]:
+    """Return the fields of a dataclass as options, in plain values."""
     options, hints, choices = {}, get_type_hints(config), getattr(config, "choices", {})
     for declared in [declared for declared in fields(config) if declared.init]:
         hint = hints[declared.name]

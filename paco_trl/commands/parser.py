@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ..utils.errors import OptionError, refuse
 from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors, size_errors
 from .main import launch, read_config, say
-from .options import OptionSources, config_options, describe
+from .options import OptionSources, config_options, declared_options
 
 
 # What README, recipes and pages set, in the order of the help; `--help all` has the others too
@@ -95,7 +95,7 @@ class CommandParser(argparse.ArgumentParser):
                     *(of_class[base] for base in of_class if "PaCo" in base)
                 )
             else:
-                self.options_of[kind] = describe(kind)
+                self.options_of[kind] = declared_options(kind)
         options = {name: option for part in self.options_of.values() for name, option in part.items()}
         self.nullable = {name for name, option in options.items() if option.get("nullable")}
         # What must be set, what usually is, the package's other options, and those of TRL and transformers

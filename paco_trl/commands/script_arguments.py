@@ -475,12 +475,12 @@ def get_peft_config(
     """Return the adapter that the arguments describe, as the trainer's `peft_config`."""
     from peft import LoraConfig
 
-    from ..rollout.adapters import check_peft_config
+    from ..rollout.adapters import read_peft_config
 
     if not script_args.use_peft:
         return None
     if script_args.adapter is not None:
-        adapter: Any = check_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
+        adapter: Any = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
             value, saved = getattr(script_args, option), getattr(adapter.config, name)

@@ -21,7 +21,7 @@ from ..utils.text import markdown_table, markdown_text
 TAGS = ["consistency", "paco-rl", "paco-trl", "reward-model", "synthetic"]
 
 
-def describe_pairs(pairs: Dataset, num_images: int) -> dict[str, Any]:
+def count_pairs(pairs: Dataset, num_images: int) -> dict[str, Any]:
     """Count the contents of a split of pairs."""
     columns = pairs.with_format(None)
     completions = columns["completion"][:]
@@ -29,20 +29,20 @@ def describe_pairs(pairs: Dataset, num_images: int) -> dict[str, Any]:
     counts = {"consistent": yes, "inconsistent": len(pairs) - yes}
     categories = columns["category"][:] if "category" in pairs.column_names else []
     return {
-        **_describe(pairs, num_images),
+        **_count(pairs, num_images),
         **{name: f"{count} ({_percent(count / len(pairs))})" for name, count in counts.items()},
         "with_reasons": sum(not is_label_only(completion) for completion in completions) or None,
         "categories": Counter(name for name in categories if name),
     }
 
 
-def describe_rankings(rankings: Dataset, num_images: int) -> dict[str, Any]:
+def count_rankings(rankings: Dataset, num_images: int) -> dict[str, Any]:
     """Count the contents of rankings."""
     counts = list_lengths(rankings, "candidates")
-    return _describe(rankings, num_images) | {"fewest": int(counts.min()), "most": int(counts.max())}
+    return _count(rankings, num_images) | {"fewest": int(counts.min()), "most": int(counts.max())}
 
 
-def _describe(dataset: Dataset, num_images: int) -> dict[str, Any]:
+def _count(dataset: Dataset, num_images: int) -> dict[str, Any]:
     prompts = len(set(dataset.with_format(None)["group"][:])) if "group" in dataset.column_names else None
     return {"rows": len(dataset), "columns": dataset.column_names, "images": num_images, "prompts": prompts}
 

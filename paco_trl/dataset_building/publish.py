@@ -19,7 +19,7 @@ from ..generation.sample_sheet import pairs_sheet, rankings_sheet
 from ..hub.account import find_repository, hub_outages
 from ..hub.licenses import License, read_license
 from ..utils.images import reading
-from .dataset_card import dataset_card, describe_pairs, describe_rankings
+from .dataset_card import count_pairs, count_rankings, dataset_card
 
 
 def publish_dataset(
@@ -93,8 +93,8 @@ def publish_dataset(
     if license is None and generator is None:
         raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Pass one of them.")
     card = dataset_card(
-        {split: describe_pairs(data, len(digests[f"pairs/{split}"])) for split, data in pairs.items()},
-        None if rankings is None else describe_rankings(rankings, len(digests["rankings/test"])),
+        {split: count_pairs(data, len(digests[f"pairs/{split}"])) for split, data in pairs.items()},
+        None if rankings is None else count_rankings(rankings, len(digests["rankings/test"])),
         repo_id,
         report,
         License(license) if license is not None else read_license(str(generator), api.token),

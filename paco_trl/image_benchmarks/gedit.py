@@ -284,9 +284,7 @@ def gedit_results(
         "dataset_fingerprint": dataset_fingerprint(prompts, [*names, sources.column]),
         "num_prompts": len(rows),
         "seeds": [seed],
-        "systems": [
-            system.describe(system_gaps) for system, system_gaps in zip(systems, unanswered_keys, strict=True)
-        ],
+        "systems": [system.entry(system_gaps) for system, system_gaps in zip(systems, unanswered_keys, strict=True)],
         "scorers": {"consistency": list(rubrics)},
         "tables": tables,
         "breakdowns": breakdown_tables,

@@ -36,8 +36,8 @@ class System:
     folder: Path  # of its scores
     settings: dict[str, Any] = field(default_factory=dict)  # of the generation, as far as known
 
-    def describe(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Describe the system for results, with counts of its images, missing panels and unanswered sets."""
+    def entry(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Return the system as results have it, with counts of its images, missing panels and unanswered sets."""
         counts = {"sets": len(self.images.sets), "missing panels": sum(map(len, self.images.missing.values()))}
         counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}

@@ -97,7 +97,7 @@ def t2is_results(
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
         "seeds": sorted({set_.seed for set_ in image_sets.values()}),
-        "systems": [system.describe(system_gaps) for system, system_gaps in zip(systems, gaps, strict=True)],
+        "systems": [system.entry(system_gaps) for system, system_gaps in zip(systems, gaps, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
         "breakdowns": list(breakdown_by_title.values()),

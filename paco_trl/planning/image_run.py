@@ -23,7 +23,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from ..rewards.paco_reward import read_judge_config
 from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
-from ..rollout.adapters import SavedAdapter, check_peft_config
+from ..rollout.adapters import SavedAdapter, read_peft_config
 from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.loading import load_without_weights
@@ -120,7 +120,7 @@ class ImageRun:
         self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
         self.signature = inspect.signature(transformer.forward)
         if is_continued:
-            peft_config = check_peft_config(peft_config, model, init).config
+            peft_config = read_peft_config(peft_config, model, init).config
         with init_empty_weights():
             keep_dtype_of_norms(pipeline.transformer)
             self.model = prepare_transformer(pipeline, self.family, peft_config, not is_deepspeed)

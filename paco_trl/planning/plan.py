@@ -135,7 +135,7 @@ class MemoryPlan:
             size *= 2
         return size // 2
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         """Summarize the peak of the run in one line."""
         largest = max(self.phases, key=lambda phase: phase.total)
         optim: Any = getattr(self.run.args.optim, "value", self.run.args.optim)
@@ -161,7 +161,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         console = Console(width=120, color_system=None)
         with console.capture() as capture:
-            console.print(self.describe(), self.table(), sep="\n", highlight=False, markup=False)
+            console.print(self.summary(), self.table(), sep="\n", highlight=False, markup=False)
         return capture.get()
 
 

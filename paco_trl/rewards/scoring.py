@@ -133,13 +133,13 @@ class RewardScorer:
                 self.loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
 
     @contextmanager
-    def scoring(self, round: Round, state: TrainerState) -> Iterator["RoundScoring"]:
+    def scoring(self, scored_round: Round, state: TrainerState) -> Iterator["RoundScoring"]:
         """
         Score the completions added within the context; on exit, wait for the rewards and gather them.
 
         Collective: call on all ranks. An error or a signal cancels the calls.
         """
-        scoring = RoundScoring(self, round, state)
+        scoring = RoundScoring(self, scored_round, state)
         try:
             yield scoring
             scoring.finish()
@@ -152,8 +152,8 @@ class RoundScoring:
 
     scores: Scores
 
-    def __init__(self, scorer: RewardScorer, round: Round, state: TrainerState):
-        self.scorer, self.round, self.state = scorer, round, state
+    def __init__(self, scorer: RewardScorer, scored_round: Round, state: TrainerState):
+        self.scorer, self.round, self.state = scorer, scored_round, state
         self.rewards, self.accelerator = scorer.rewards, scorer.accelerator
         indices, compares_group = range(len(self.rewards.functions)), self.rewards.compares_group
         self._group_rewards = [k for k in indices if compares_group[k]]

@@ -70,7 +70,7 @@ class SavedAdapter:
 # ---- Configs ----
 
 
-def check_peft_config(
+def read_peft_config(
     peft_config: LoraConfig | SavedAdapter | str,
     model: "str | DiffusionPipeline",
     model_init_kwargs: dict | None = None,

@@ -158,7 +158,7 @@ class BatchRecorder:
         difference, total, scale = (tensor.abs().max() for tensor in tensors)
         num_outputs, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
 
-        def describe() -> str:
+        def error_text() -> str:
             return (
                 f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
                 f"{num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
@@ -166,7 +166,7 @@ class BatchRecorder:
                 f"Training would follow a wrong guidance rule. {advice}"
             )
 
-        self._checks.append((~(difference > precision * scale), describe))
+        self._checks.append((~(difference > precision * scale), error_text))
 
 
 class PipelinePolicy:

@@ -32,20 +32,21 @@ from .paco_reward_config import PaCoRewardConfig
 logger = get_logger(__name__)
 
 
-def check_train_dataset(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) -> PromptRows:
-    """Read the training prompts, fit a round of the default size to them, and check that they fit the rewards."""
+def read_train_rows(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) -> PromptRows:
+    """Read the training prompts, and check that they fit the rewards."""
     check_is_dataset(dataset, "train_dataset")
     rows = PromptRows(dataset, args, "the dataset")
-    args.fit_round(len(rows.image_prompts))
     check_columns(rewards.functions, rows.dataset, "the dataset")
     return rows
 
 
-def check_fills_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
-    """Check that there are enough training prompts for a round."""
-    if (count := len(rows.image_prompts)) < (plan := args.round_plan).num_prompts:
+def fit_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
+    """Fit a round of the default size to the training prompts; refuse fewer prompts than a round takes."""
+    count = len(rows.image_prompts)
+    args.fit_round(count)
+    if count < (plan := args.round_plan).num_prompts:
         raise ValueError(
-            f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.describe()} Set "
+            f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.summary()} Set "
             f"`num_prompts_per_generation` to at most {count}, or add prompts."
         )
 
@@ -59,7 +60,7 @@ def check_has_evaluation(args: Any, has_dataset: bool) -> None:
         )
 
 
-def check_eval_datasets(
+def read_eval_rows(
     eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: Rewards
 ) -> list[PromptRows]:
     """Read the evaluation prompts, and check them against the evaluation settings."""

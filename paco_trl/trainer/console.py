@@ -75,7 +75,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
             seconds = tqdm.format_interval(time.monotonic() - self._first[1])
             text = f"Done: step {state.global_step} of {state.max_steps} after {seconds}."
         else:
-            text = self._row(args, state, logs) if _LOSS in logs else _describe(state.global_step, logs)
+            text = self._row(args, state, logs) if _LOSS in logs else _values_text(state.global_step, logs)
         tqdm.write(text)
         sys.stdout.flush()  # it may be a file that somebody watches
 
@@ -156,7 +156,7 @@ def _shortened(label: str, width: int) -> str:
     return label if len(label) <= width else f"{label[: width // 2]}…{label[width // 2 + 1 - width :]}"
 
 
-def _describe(step: int, logs: dict[str, Any]) -> str:
+def _values_text(step: int, logs: dict[str, Any]) -> str:
     """Describe an evaluation by its rewards, next to the untrained model's; other logs by all their values."""
     means = [name for name in logs if re.search(r"rewards/.+/mean$", name)]
     losses = [

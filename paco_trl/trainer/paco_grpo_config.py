@@ -369,10 +369,10 @@ class PaCoGRPOConfig(GRPOConfig):
         if expected is not None and not has_images and plan.num_prompts != expected:
             logger.warning(
                 f"`num_prompts_per_generation` is rounded up from {expected} to {plan.num_prompts}, which divides: "
-                f"{plan.describe()}"
+                f"{plan.summary()}"
             )
         if requested.optimizer_steps_per_generation is None and plan.num_optimizer_steps > 2:
-            logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.describe()}")
+            logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.summary()}")
 
     def fit_round(self, count: int) -> None:
         """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
@@ -386,7 +386,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.steps_per_generation = plan.steps_per_generation
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         complete_config(self)
-        logger.warning(f"The dataset has {count} prompts, fewer than the 42 of a round by default: {plan.describe()}")
+        logger.warning(f"The dataset has {count} prompts, fewer than the 42 of a round by default: {plan.summary()}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""

@@ -51,7 +51,7 @@ class RoundPlan:
         """Training micro-steps of one process for each optimizer step."""
         return self.steps_per_generation // self.num_optimizer_steps
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         """Format the arithmetic as one line."""
         merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged_batches > 1 else ""
         return (

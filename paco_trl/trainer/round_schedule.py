@@ -46,7 +46,7 @@ class RoundSchedule:
             longest = int(self.lengths.argmax())
             raise ValueError(
                 f"Row {longest} of the dataset is a set of {max(lengths)} separate images, but a round has "
-                f"{self.plan.num_prompts} prompts, one for each image: {self.plan.describe()} Set "
+                f"{self.plan.num_prompts} prompts, one for each image: {self.plan.summary()} Set "
                 f"`num_prompts_per_generation` to at least {max(lengths)}, or leave the row out."
             )
         # Rounds are about equal, whatever the lengths
@@ -97,11 +97,11 @@ class RoundSchedule:
         per_epoch = self.rounds_per_epoch * self.optimizer_steps_per_round
         return self.args.max_steps if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * per_epoch)
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         """Format the arithmetic of the rounds as one line."""
         rows, prompts = self.rows_per_round, self.plan.num_prompts
         sets = f" Its prompts are of {rows} rows." if rows < prompts else ""
-        return self.plan.describe() + sets + self.describe_unused()
+        return self.plan.summary() + sets + self.describe_unused()
 
     def describe_unused(self) -> str:
         """Say how many rows are in no round of the run, if any are."""

@@ -53,7 +53,7 @@ from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
 from ..rewards.weighting import RewardError, Rewards
 from ..rollout import Family, TransformerStep, UnlistedFamily, family_of
-from ..rollout.adapters import SavedAdapter, check_peft_config
+from ..rollout.adapters import SavedAdapter, read_peft_config
 from ..rollout.encoder import EncodedRows
 from ..rollout.kernels import check_attention_backend, example_queries
 from ..rollout.loading import (
@@ -77,12 +77,12 @@ from ..utils.quantization import describe_quantization
 from ..utils.text import changes
 from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
-    check_eval_datasets,
-    check_fills_round,
     check_panels_used,
     check_prompts,
-    check_train_dataset,
+    fit_round,
     offload_models,
+    read_eval_rows,
+    read_train_rows,
 )
 from .config_utils import copy_config
 from .console import use_console
@@ -157,16 +157,16 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
-        adapter = None if peft_config is None else check_peft_config(peft_config, model, args.model_init_kwargs)
+        adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
-        self.train_rows = check_train_dataset(train_dataset, args, self.rewards)
-        check_fills_round(args, self.train_rows)
+        self.train_rows = read_train_rows(train_dataset, args, self.rewards)
+        fit_round(args, self.train_rows)
         self.round_plan = args.round_plan
-        eval_rows = check_eval_datasets(eval_dataset, args, self.eval_rewards)
+        eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         self._open_run(args, model, adapter, family)
@@ -239,7 +239,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self._encode_time = self._train_time = 0.0
         self._add_callbacks()
         if self.accelerator.is_main_process and not args.disable_tqdm:
-            tqdm.write(self.schedule.describe())  # logs at level info are hidden
+            tqdm.write(self.schedule.summary())  # logs at level info are hidden
 
     def _load_pipeline(
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, adapter: LoraConfig | SavedAdapter | None,

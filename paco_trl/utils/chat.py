@@ -131,16 +131,16 @@ class ChatClient:
         try:
             yield
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            refusal = f"{self.base_url} refuses the key ({self._describe(error)}). {self._key_remedy}"
+            refusal = f"{self.base_url} refuses the key ({self._error_text(error)}). {self._key_remedy}"
             raise self._unavailable(refusal) from None
         except openai.NotFoundError as error:
             raise self._unavailable(
-                f"{self.base_url} has no model {self.model!r} for chat ({self._describe(error)}). Correct the name or "
+                f"{self.base_url} has no model {self.model!r} for chat ({self._error_text(error)}). Correct the name or "
                 "the address."
             ) from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500
-            raise NoAnswerError("unavailable" if may_pass else "refused", self._describe(error)) from None
+            raise NoAnswerError("unavailable" if may_pass else "refused", self._error_text(error)) from None
         except openai.APITimeoutError:
             raise NoAnswerError("unavailable", "timeout") from None
         except openai.APIConnectionError as error:
@@ -148,7 +148,7 @@ class ChatClient:
         except (openai.APIError, AttributeError, TypeError, ValueError):
             raise NoAnswerError("unreadable", "the answer cannot be read") from None
 
-    def _describe(self, error: Any) -> str:
+    def _error_text(self, error: Any) -> str:
         # Some servers send the request back
         text = str(error).removeprefix(f"Error code: {error.status_code} - ")
         text = re.sub(r"data:image/\S+", "data:image/...", text)
