@@ -83,7 +83,7 @@ _HUB_SECONDS = 5.0
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
-_MISSING: Any = None  # not set by any check yet
+_MISSING: Any = None  # value of what no check has set yet
 
 
 @dataclass
@@ -106,12 +106,12 @@ class DoctorState:
     temporary_dir: str  # replaces the run's output directory, so that the doctor leaves nothing behind
     skips: str = ""  # why no weights are loaded
     script_args: Any = _MISSING
-    args: Any = _MISSING  # of the doctor
-    run_args: Any = _MISSING  # of the run
+    args: Any = _MISSING  # config of the doctor
+    run_args: Any = _MISSING  # config of the run
     plan_args: PlanArguments = _MISSING
     train_dataset: Dataset = _MISSING
     eval_dataset: Dataset | None = None
-    rows: list[PromptRows] = _MISSING  # of both datasets
+    rows: list[PromptRows] = _MISSING  # prompts of both datasets
     reward_funcs: list[Callable] = _MISSING
     eval_reward_funcs: list[Callable] | None = None
     trainer: PaCoGRPOTrainer = _MISSING

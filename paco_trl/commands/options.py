@@ -88,7 +88,7 @@ class OptionSources:
     def __post_init__(self):
         # The user's own choices, which a recipe's options are not
         self.chosen = frozenset(self.typed if self.recipe else self.typed | self.in_file)
-        self.left_out: dict[str, str] = {}  # of the file, each with the reason
+        self.left_out: dict[str, str] = {}  # option of the file -> why it is left out
         replaced = _REPLACED | (_REPLACED_IN_RECIPES if self.recipe else {})
         for by in self.typed:
             names = [name for name in replaced.get(by, ()) if self.in_file.get(name) != "steps"]

@@ -28,9 +28,9 @@ class GridBatch(NamedTuple):
 
     rows: list[int]
     seeds: list[int]
-    height: int  # of the pipeline's images
+    height: int  # size of the pipeline's images
     width: int
-    num_images: int = 1  # of a set
+    num_images: int = 1  # images of a set
 
 
 def plan_batches(sizes: Sequence[tuple[int, ...]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:

@@ -50,7 +50,7 @@ class LoadingSpec:
     """Specification of a pipeline for [`load_for_inference`], read from small files before any weights."""
 
     model: str  # Hub id or directory of the base model
-    revision: str | None = None  # of the base model
+    revision: str | None = None  # commit of the base model
     adapter: str | None = None  # Hub id, directory or file, only for the transformer
     lora: str | None = None  # any other LoRA, for example one that includes text encoders
     transformer: str | None = None  # Hub id or directory of a full transformer that replaces the base model's

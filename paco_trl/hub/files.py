@@ -29,7 +29,7 @@ PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png",
     "images/[0-3].png",
 ]  # fmt: skip
-JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # after any `metric_key_prefix`
+JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # names after any `metric_key_prefix`
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",

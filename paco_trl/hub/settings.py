@@ -67,7 +67,7 @@ class EvaluationRow:
     """Row of the card's table of evaluations."""
 
     reward: str
-    mean: float  # over the evaluation prompts, after training
+    mean: float  # mean over the evaluation prompts, after training
     baseline: float | None = None  # mean before training
     gain_ci_low: float | None = None  # 95 % bootstrap interval of mean - baseline, over prompts
     gain_ci_high: float | None = None
@@ -91,10 +91,10 @@ class _Card:
     tags: list[str] = field(default_factory=lambda: ["paco-trl"])
     hardware: str | None = None
     seconds: float | None = None  # duration of the training
-    saved_at: str | None = field(default=None, compare=False)  # in UTC, as ISO 8601
+    saved_at: str | None = field(default=None, compare=False)  # time in UTC, as ISO 8601
     versions: dict[str, str] = field(default_factory=dict)  # libraries and their versions
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
-    settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly named like the config's
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of the training, mostly named like the config's
     # Only in reference cards: `config`, `command`, `tables`, ...
     published: dict[str, Any] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
@@ -116,8 +116,9 @@ class ImageModelCard(_Card):
     dtype: str = "bfloat16"
     # How the pipeline was loaded, for `load_for_inference` to repeat: `quantization`, `offload`, `vae_tiling`
     loading: dict[str, Any] = field(default_factory=dict)
-    device: str = "cuda"  # where the snippets run
-    prompt: str | list[str] | None = None  # of the snippets, or one per image of a set; defaults to a packaged one
+    device: str = "cuda"  # device of the snippets
+    # Prompt of the snippets, or one per image of a set; defaults to a packaged one
+    prompt: str | list[str] | None = None
     layout: list[int] = field(default_factory=lambda: [1, 1])  # rows and columns of the prompt's image
     call: dict[str, Any] = field(default_factory=dict)  # arguments of the pipeline call besides the prompt
     trained_on: str = "sets"  # or "single images" or "edits"

@@ -47,7 +47,7 @@ _ROLES = ("Base model", "With the adapter")
 _MAX_SEED = 2**31 - 1
 # Limits for visitors, in the fields or in a prompt that names its layout
 MAX_PANELS, MAX_PIXELS, MAX_STEPS, MAX_CHARACTERS = 16, 2304 * 2304, 100, 10_000
-_ZERO_GPU_SECONDS = 120  # per comparison; ZeroGPU's default limit is 60
+_ZERO_GPU_SECONDS = 120  # time of a comparison; ZeroGPU's default limit is 60
 (_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
     r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
 )
@@ -63,7 +63,7 @@ class Comparison:
         panel_size: tuple[int, int],  # height and width
         guidance_scale: float,
         negative_prompt: str | None = None,
-        panel_template: str | None = None,  # of separate images; if `None`, a set is a grid
+        panel_template: str | None = None,  # prompts of separate images; if `None`, a set is a grid
         panel_generation: str = "independent",
     ):
         self.pipeline, self.judge, self.panel_size = pipeline, judge, panel_size

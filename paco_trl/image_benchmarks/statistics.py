@@ -31,10 +31,10 @@ class System:
     """A model that generated images, or a directory of images."""
 
     role: str  # `"base"` or `"tuned"`, or any role for a single system
-    name: str  # for reports
+    name: str  # name in reports
     images: SystemImages
-    folder: Path  # of its scores
-    settings: dict[str, Any] = field(default_factory=dict)  # of the generation, as far as known
+    folder: Path  # directory of its scores
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of the generation, as far as known
 
     def entry(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         """Return the system as results have it, with counts of its images, missing panels and unanswered sets."""

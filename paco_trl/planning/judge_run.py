@@ -72,9 +72,8 @@ class JudgeRun(JudgeNetwork):
         self.args = args
         self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
-        self.num_tokens = min(
-            judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf
-        )  # of the longest pair
+        # Length of the longest pair
+        self.num_tokens = min(judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf)
         self.size = f"{self.num_tokens} tokens"
         self.settings = {
             "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,

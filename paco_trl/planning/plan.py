@@ -53,7 +53,7 @@ class Run(Protocol):
     """Memory model of a training run, which counts its phases for the settings of a plan."""
 
     args: Any
-    size: str  # of an image or a pair, for messages
+    size: str  # size of an image or a pair, for messages
     max_batch_size: int
 
     def phases(self, plan: "MemoryPlan") -> list[Phase]:

@@ -24,7 +24,7 @@ from ..utils.images import to_png, to_rgb
 # Limits of a contact sheet, and of its images in pixels
 MAX_PROMPTS = MAX_IMAGES = 8
 THUMBNAIL = 512
-CARD_PROMPTS = CARD_IMAGES = 4  # of the sheet of a model card
+CARD_PROMPTS = CARD_IMAGES = 4  # size of a model card's sheet
 # Pixels of a card, which is shown about 700 pixels wide, and of its letters, which are legible then
 CARD_WIDTH, CARD_LETTER = 1008, 15
 CARD = "card"  # directory for what a model card shows: a smaller sheet, and the first image of each prompt

@@ -15,7 +15,7 @@ from .contact_sheet import CARD_LETTER, CARD_WIDTH, render_sheet, thumbnail
 from .figures import new_figure, png_bytes
 
 
-MAX_PAIRS = 8  # on a sheet
+MAX_PAIRS = 8  # pairs on a sheet
 _CONSISTENT, _INCONSISTENT = "#1f77b4", "#d65f5f"
 
 

@@ -44,7 +44,7 @@ class ClipEmbedder:
         check_model_name(model)
         self.device = device
         self.batch_size = batch_size
-        self.model_name = public_name(str(model))  # for cards
+        self.model_name = public_name(str(model))  # name on cards
         with without_zero3_init():
             self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
         self.model.eval().requires_grad_(False)

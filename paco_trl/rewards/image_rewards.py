@@ -237,7 +237,7 @@ class OcrReward:
 
     __name__ = "ocr"  # names TRL's metrics, `rewards/ocr/mean`
     needed_columns = ("text",)  # the trainer checks them before it loads a model
-    model_name = "RapidOCR"  # for cards
+    model_name = "RapidOCR"  # name on cards
 
     def __init__(self):
         try:

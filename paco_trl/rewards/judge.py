@@ -78,7 +78,7 @@ class Judge(Protocol):
     [`~paco_trl.PaCoReward.rate`] or [`ServedJudge.answer`].
     """
 
-    name: str  # for reports
+    name: str  # name in reports
 
     def score(self, images: list[ImagePair], prompts: list[str]) -> Sequence[float | None]:
         """
@@ -259,12 +259,13 @@ class ServedJudge:
         key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
         limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
         self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
-        self.name, self.model_name = self._client.name, public_name(self.model)  # for cards, without the address
+        self.name, self.model_name = self._client.name, public_name(self.model)  # name on cards, without the address
         self._request_slots, self._model_lock = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
         self._logged_reasons: set[str] = set()  # reasons for a missing score that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._has_read_model = False
-        self.question: str | None = None  # that it was trained on, if a single one and the server reports its model
+        # Question it was trained on, if a single one and the server reports its model
+        self.question: str | None = None
 
     def check(self, scale: int | None = None) -> None:
         """Ask a test question, for a rating if `scale` is set; raise a `JudgeUnavailableError` within 30 s if it fails."""
@@ -363,7 +364,7 @@ class ServedJudge:
                 f"{self.name} does not list its models ({str(failure) or 'timeout'}). Is it still running?"
             ) from None
         entry = models.get(self.model)
-        entries = (entry, models.get(str(getattr(entry, "parent", None))))  # of an adapter, and of its base model
+        entries = (entry, models.get(str(getattr(entry, "parent", None))))  # entries of an adapter and its base model
         roots = [getattr(model, "root", None) or model.id for model in entries if model is not None]
         roots = [root for root in roots if "/" in root]  # Hub ids or paths
         is_question_read = False

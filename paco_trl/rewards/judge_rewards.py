@@ -51,7 +51,7 @@ class JudgedReward:
 
     __name__: str
     scale: int | None = None  # best rating; if `None`, the judge answers Yes or No
-    topic = ""  # of the questions, if they do not depend on the arguments
+    topic = ""  # topic of the questions, if they do not depend on the arguments
     needed_columns: tuple[str, ...] = ()
 
     def __init__(self, model: str | Path | Judge = "X-GenGroup/PaCo-Reward-7B", base_url: str | None = None, **kwargs):
@@ -68,7 +68,7 @@ class JudgedReward:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
             self.judge.check(scale=self.scale)  # fails before anything else is loaded
         self.is_async = hasattr(self.judge, "answer")  # then it is queried while other images are generated
-        self.model_name = getattr(self.judge, "model_name", None)  # for cards
+        self.model_name = getattr(self.judge, "model_name", None)  # name on cards
         self._options = {} if self.scale is None else {"scale": self.scale}
         if self.topic:
             self._warn_if_untrained(self.topic, "Use a judge that was trained for it.")

@@ -119,7 +119,7 @@ class PaCoReward:
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
         # These encode each image once, and questions share prefixes. Others run in full: same scores, more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
-        self.question: str | None = None  # that it was trained on, if a single one
+        self.question: str | None = None  # question it was trained on, if a single one
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)

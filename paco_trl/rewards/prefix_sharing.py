@@ -33,12 +33,12 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
     """Run the language model once per distinct prefix of the rows; return the remaining inputs, with its cache."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     count = len(images[0])
-    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # of the images of all rows, row by row
+    features = inputs["mm_encoder_outputs"]["image"].pooler_output  # features of the images of all rows, row by row
     features = [features[start : start + count] for start in range(0, len(features), count)]
     positions, _ = model.model.get_rope_index(
         ids, inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"], attention_mask=mask
     )  # (3, B, T)
-    starts = mask.argmax(dim=1).tolist()  # after the padding
+    starts = mask.argmax(dim=1).tolist()  # first positions after the padding
     image_ends = [_image_ends(*row) for row in zip(inputs["mm_token_type_ids"], features, strict=True)]
     # Rows are cut after each image and at their end: the six pairs of a 2x2 grid share three first images
     cuts = [*zip(*image_ends, strict=True), [ids.shape[1]] * len(ids)]
@@ -52,7 +52,7 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
         for level in range(count)
     ] + [list(range(len(ids)))]
 
-    num_images = 0  # in earlier segments
+    num_images = 0  # images in earlier segments
     cache, cache_rows, past_mask = None, mask, mask  # the last two are set with the cache
     for level, (ends, labels) in enumerate(zip(cuts, labels_by_cut, strict=True)):
         prefix_indices = {label: index for index, label in enumerate(dict.fromkeys(labels))}

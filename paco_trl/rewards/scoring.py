@@ -48,8 +48,8 @@ class Scores:
     extra: dict[str, list]  # columns that rewards logged (`log_extra`)
     # For each call: the completions it still counts for, how many it scored, and what it logged by `log_metric`
     logged_metrics: list[tuple[set[int], int, dict[str, list[float]]]]
-    wait_seconds: float  # of this process for rewards, after its last image was generated
-    hidden_seconds: float  # of computing rewards during generation
+    wait_seconds: float  # time this process waited for rewards after its last image
+    hidden_seconds: float  # time of computing rewards during generation
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -78,8 +78,8 @@ class _Call:
     """A call of one or more rewards on a batch of completions."""
 
     reward_indices: list[int]
-    numbers: list[int]  # of its completions
-    values: Future = field(init=False)  # of one list of values per reward
+    numbers: list[int]  # completion numbers
+    values: Future = field(init=False)  # result: one list of values per reward
     span: list[float] = field(default_factory=list)  # start and end time
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

@@ -39,7 +39,7 @@ _SDPA_KERNELS = {
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
     "_native_math": SDPBackend.MATH,
 }
-_preferred_kernel = ExitStack()  # of this process
+_preferred_kernel = ExitStack()  # setting of this process
 
 
 def _prefer_kernel(kernel: SDPBackend | None) -> None:

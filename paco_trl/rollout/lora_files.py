@@ -47,9 +47,7 @@ def convert_lora(
     for pattern, reason in _REFUSED_WEIGHTS.items():
         if names := [name for name in raw if re.search(pattern, name)]:
             raise ValueError(f"{len(names)} weights in '{file}' ({', '.join(names[:3])}, ...) {reason}")
-    pairs: dict[
-        str, dict[bool, torch.Tensor]
-    ] = {}  # of each layer: the down matrix by `True`, the up matrix by `False`
+    pairs: dict[str, dict[bool, torch.Tensor]] = {}  # layer -> the down matrix by `True`, the up matrix by `False`
     for match in filter(None, map(_MATRIX_WEIGHT.fullmatch, raw)):
         pairs.setdefault(match[1], {})[match[2] is not None] = raw[match[0]]
     shapes = {layer: [tuple(pair[key].shape) for key in sorted(pair)] for layer, pair in pairs.items()}

@@ -91,7 +91,7 @@ class BatchRecorder:
         self.family, self.scheduler, self.guidance_scale = family, scheduler, guidance_scale
         self.steps, self.last = steps, last  # those to record, and the last one that the pipeline makes
         self.recorded: list[RecordedStep] = []
-        self._calls: list[dict[str, Any]] = []  # of the current step
+        self._calls: list[dict[str, Any]] = []  # arguments of the transformer's calls in the current step
         self._outputs: list[torch.Tensor] = []
         self._latents_check: Check | None = None
         self._checks: list[Check] = []
@@ -196,7 +196,7 @@ class PipelinePolicy:
             name for name, parameter in forward_signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
         ]
         self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
-        self._recorder: BatchRecorder | None = None  # of the batch that is generated
+        self._recorder: BatchRecorder | None = None  # recorder of the batch that is generated
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
 
@@ -410,7 +410,7 @@ def share_tensors(
             pairs += [(argument, copy), (argument[:1], copy[:1]), *zip(argument, copy, strict=True)]
     recorded: dict[int, torch.Tensor] = {}
     recursively_apply(lambda tensor: recorded.setdefault(id(tensor), tensor), [record.calls for record in records])
-    shared: dict[int, torch.Tensor] = {}  # by the identity of the tensor that is replaced
+    shared: dict[int, torch.Tensor] = {}  # `id` of a replaced tensor -> its replacement
     compared: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for key, tensor in recorded.items():
         for form, copy in pairs:

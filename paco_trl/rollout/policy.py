@@ -45,8 +45,8 @@ class Recording:
 class BatchInputs:
     """What the pipeline generates a batch from: encoded prompts and source images."""
 
-    arguments: dict[str, torch.Tensor]  # of the pipeline's call, on the accelerator, (B, ...)
-    stored: dict[str, torch.Tensor]  # the same tensors where they are kept, in CPU memory with `offload_embeddings`
+    arguments: dict[str, torch.Tensor]  # arguments of the pipeline's call, on the accelerator, (B, ...)
+    stored: dict[str, torch.Tensor]  # the same tensors as they are kept, in CPU memory with `offload_embeddings`
     sources: list[EncodedImage]
 
 

@@ -75,7 +75,7 @@ class PromptRows:
         # A row has one image, or one for each panel, with a prompt each
         self.image_prompts: list[ImagePrompt] = []
         self.prompt_numbers: list[range] = []
-        self.image_layouts = list(self.layouts)  # of one image
+        self.image_layouts = list(self.layouts)  # layout of one image
         columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
         for row_number, (layout, theme, panels) in enumerate(columns):
             prompts = [self.prompts[row_number]]

@@ -38,14 +38,14 @@ class Sample:
     generation: int
     panel: int
     anchor: "Sample | None"  # first image of its set, if it is generated from that
-    row_number: int = field(init=False)  # in the dataset
-    prompt_number: int = field(init=False)  # in `rows.image_prompts`
+    row_number: int = field(init=False)  # row index in the dataset
+    prompt_number: int = field(init=False)  # index in `rows.image_prompts`
     size: tuple[int, int] = field(init=False)  # height and width in pixels
     noise_key: tuple[int, ...] = field(init=False)
     initial_noise_key: tuple[int, ...] = field(init=False)
     image: Image.Image | None = None
     advantage: float = 0.0
-    weight: float = 0.0  # in the loss of its optimizer step, at each trained step
+    weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
 
     def without_completion(self) -> "Sample":
         """Return a sample of the same image that only fills a batch."""
@@ -58,12 +58,12 @@ class Sample:
 class Completion:
     """What rewards score: an image, or a set of separate images, side by side."""
 
-    number: int  # of its row in the table of rewards: the groups in order, each with its generations
+    number: int  # row index in the reward table: the groups in order, each with its generations
     group: int
     generation: int
-    row_number: int  # in the dataset
+    row_number: int  # row index in the dataset
     samples: list[Sample] = field(default_factory=list)
-    panels: dict[int, Image.Image] = field(default_factory=dict)  # by number, until all of them are here
+    panels: dict[int, Image.Image] = field(default_factory=dict)  # panel number -> image, until all are here
     image: Any = None  # PIL, from when it is finished until nothing needs it
 
     def add(self, panels: dict[int, Image.Image]) -> list["Completion"]:
@@ -81,7 +81,7 @@ class Batch:
     """Samples that are generated and trained together, with the steps at which they are trained."""
 
     samples: list[Sample]
-    steps: list[Any] = field(default_factory=list)  # of a kind of `TransformerStep`
+    steps: list[Any] = field(default_factory=list)  # trained steps, of a kind of `TransformerStep`
 
     @property
     def groups(self) -> set[int]:
@@ -138,7 +138,7 @@ class Round:
         self.row = functools.lru_cache(8)(rows.row)
         self.completions: list[Completion] = []
         self.samples: list[Sample] = []  # the images of a prompt one after the other
-        self.batches: list[list[Batch]] = []  # of each process
+        self.batches: list[list[Batch]] = []  # batches of each process
         for group, row_number in enumerate(row_numbers):
             first = len(self.completions)
             completions = [Completion(first + k, group, k, row_number) for k in range(num_generations)]

@@ -23,7 +23,7 @@ from .round_schedule import TrainingRound
 class AverageCallback(TrainerCallback):
     """Average the trained weights (`ema_decay`) from the start of `train()`. Evaluations and saved files use the average."""
 
-    file = EMA_WEIGHTS  # of a checkpoint
+    file = EMA_WEIGHTS  # file name in a checkpoint
 
     def __init__(self, trainer: Any):
         self.trainer = trainer

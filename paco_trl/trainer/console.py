@@ -40,7 +40,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
     def __init__(self):
         super().__init__()
         self._stack = ExitStack()
-        self._labels: dict[str, None] = {}  # of the columns so far
+        self._labels: dict[str, None] = {}  # column labels so far
         self._num_rows = 0
         self._last = self._first = (0, time.monotonic())  # step and time
 

@@ -63,9 +63,9 @@ class TrainedModel:
     """The model of a run: it is evaluated with its averaged weights, and as it was before training."""
 
     model: nn.Module
-    average: dict[str, torch.Tensor] | None  # of the weights, this process's part of it; `None` without `ema_decay`
+    average: dict[str, torch.Tensor] | None  # this process's part of the averaged weights; `None` without `ema_decay`
     zero_stage: int
-    engine: nn.Module | None  # of ZeRO-3, whose weights are gathered for generation
+    engine: nn.Module | None  # engine of ZeRO-3, whose weights are gathered for generation
     state: TrainerState
     is_resumed: bool
 
@@ -110,7 +110,7 @@ class Evaluator:
         fingerprints: dict[str, str],
     ):
         self.policy, self.scorer, self.rewards, self.args = policy, scorer, scorer.rewards, args
-        self.fingerprints = fingerprints  # of the loaded weights, by component
+        self.fingerprints = fingerprints  # component -> digest of its loaded weights
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 

@@ -105,7 +105,7 @@ class PolicyLoss(NamedTuple):
     """Loss of B images at one stochastic step, tensors of shape (B,); metrics and ratio are without gradients."""
 
     loss: torch.Tensor
-    metrics: dict[str, torch.Tensor]  # to log as means
+    metrics: dict[str, torch.Tensor]  # values to log as means
     ratio: torch.Tensor | None = None  # 1 before an update. If `None`, exp(log_prob - old_log_prob)
 
 
@@ -113,7 +113,7 @@ class ClippedSurrogate(NamedTuple):
     """PPO's clipped objective on a batch of images: tensors of shape (B,)."""
 
     loss: torch.Tensor
-    ratio: torch.Tensor  # of the new to the old policy, detached
+    ratio: torch.Tensor  # ratio of the new to the old policy, detached
     is_low_clipped: torch.Tensor  # whether the lower end of the clip range cuts the gradient
     is_high_clipped: torch.Tensor
 

@@ -26,10 +26,10 @@ class NoisedStep(TransformerStep):
 class Objective:
     """A loss of noised images, with the role of the old policy and the entries of the model card."""
 
-    method: str  # on the card, as `tag` and `paper`
+    method: str  # name on the card, like `tag` and `paper`
     tag: str
     paper: dict[str, str]
-    options: tuple[str, ...]  # of the config, that only this objective uses
+    options: tuple[str, ...]  # fields of the config that only this objective uses
     old_policy_generates = False  # whether the old policy generates the images, rather than the weights in training
     old_policy_is_in_loss = False  # whether the loss compares the velocity with the old policy's
 

@@ -255,7 +255,7 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether to plot the logged metrics to `output_dir/curves.png`. `curves.csv` is always written.
     """
 
-    loss_types = GRPO_LOSSES  # that this trainer computes
+    loss_types = GRPO_LOSSES  # losses that this trainer computes
     choices = CHOICES
 
     height: int = 1024

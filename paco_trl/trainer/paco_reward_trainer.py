@@ -338,14 +338,14 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.evaluations: dict[str, dict] = {}  # the last one of each dataset
         self.pictures: dict[str, Image.Image] = {}
         self.decision_ids = decision_token_ids(tokenizer)
-        self._sums: dict[str, torch.Tensor] = {}  # since the last log, see `metric_sums`
+        self._sums: dict[str, torch.Tensor] = {}  # sums since the last log, see `metric_sums`
         self._evaluated: list[torch.Tensor] = []
         self._frozen_direction: tuple[torch.Tensor, torch.Tensor | float] | None = None
         self._last_hidden_state: Any = None
         use_console(self)
         events = {"on_train_begin": self._begin_run, "on_step_end": self._evaluate_last_step}
         self.add_callback(RunCallback(**events, on_prediction_step=self._give_up_evaluation))
-        self._grids: list[list[int]] = []  # of the micro-batch's images
+        self._grids: list[list[int]] = []  # patch grids of the micro-batch's images
         disable_vision_tower_grad(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
         # The fused head returns the label's log-probability only; the other answer's needs the hidden state

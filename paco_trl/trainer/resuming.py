@@ -53,8 +53,8 @@ class ResumesExactly(PushesToHub):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 
     resumed_from: Path | None = None
-    _saved_step: int | None = None  # of the last checkpoint of this `train()`
-    loaded_step: int | None = None  # of the checkpoint that `load_best_model_at_end` has loaded
+    _saved_step: int | None = None  # step of the last checkpoint of this `train()`
+    loaded_step: int | None = None  # step of the checkpoint that `load_best_model_at_end` has loaded
     control: TrainerControl
     _restore_rng_state: Callable[[], None] | None = None  # as after the last step of this `train()`
 

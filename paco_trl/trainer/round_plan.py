@@ -18,7 +18,7 @@ class RoundPlan:
     batch_size: int
     num_processes: int
     num_trained_steps: int  # denoising steps, or times, at which each image is trained
-    num_optimizer_steps: int  # in each iteration over the round
+    num_optimizer_steps: int  # optimizer steps in each iteration over the round
     num_merged_batches: int = 1  # micro-batches that are generated as one batch
 
     @cached_property

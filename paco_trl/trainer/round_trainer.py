@@ -128,7 +128,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     _name: str
     _paper: dict[str, str]
     _config_class: type[PaCoGRPOConfig]
-    _step_class: type[TransformerStep]  # of a pending round
+    _step_class: type[TransformerStep]  # kind of steps in a pending round
     _statistics_class: type[StepStatistics]
 
     def __init__(
@@ -231,7 +231,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity["weights"])
         self.statistics: Any = self._statistics_class(self.accelerator, args)
-        self.round: TrainingRound | None = None  # until the first micro-step
+        self.round: TrainingRound | None = None  # `None` until the first micro-step
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
         self._step_metrics: dict[str, float] = {}
@@ -305,7 +305,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.base_model = base_model_name(model)
         saved = adapter if isinstance(adapter, SavedAdapter) else None
         self.trained_from = base_model_name(saved.name) if saved else None
-        self.averages: dict[str, EMA] = {}  # by file, from the start of `train()`
+        self.averages: dict[str, EMA] = {}  # file -> average, from the start of `train()`
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
         self._identity, self._settings = describe_run(
             args, self.train_rows.dataset, saved.config if saved else adapter, family=describe(family),

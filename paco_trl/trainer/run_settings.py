@@ -49,7 +49,7 @@ HARMLESS_UNTRAINED = (
     "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
 )  # fmt: skip
 _OPTIMIZER_PREFIXES = ("adam_", "learning_rate", "lr_", "optim", "weight_decay")  # prefixes
-_OBJECTIVE_PREFIXES = ("awm_", "nft_", "old_policy_")  # of PaCoNFTTrainer
+_OBJECTIVE_PREFIXES = ("awm_", "nft_", "old_policy_")  # prefixes of PaCoNFTTrainer's options
 # Arguments of `from_pretrained` and fields of an adapter that do not decide what is trained
 _HARMLESS_KWARGS = ("cache_dir", "token", "local_files_only", "force_download", "proxies")
 _HARMLESS_IN_ADAPTERS = (

@@ -19,7 +19,7 @@ from weakref import WeakSet
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-exit_code = 1  # of a process that ends while a call is running
+exit_code = 1  # exit code of a process that ends while a call is running
 _calls: WeakSet[Future] = WeakSet()
 _loops: "WeakSet[AbstractEventLoop]" = WeakSet()
 

@@ -280,7 +280,8 @@ def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
     return Reply(text.encode("utf-8", "replace").decode())
 
 
-_event_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a forked one has none of its parent's threads
+# Process id -> event loop: a forked process has none of its parent's threads
+_event_loops: dict[int, asyncio.AbstractEventLoop] = {}
 _event_loop_lock = threading.Lock()
 
 

@@ -239,7 +239,7 @@ def _step_errors(args: SimpleNamespace) -> Iterator[OptionError]:
 
 def _times_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Check the times at which NFT and AWM train an image."""
-    count = args.num_inference_steps - 1  # without the last
+    count = args.num_inference_steps - 1  # steps without the last
     if args.num_noise_levels is not None and not 1 <= args.num_noise_levels <= count:
         message = f"`num_noise_levels` is {args.num_noise_levels}; it must be from 1 to {count}, one per step."
         yield OptionError(message, "num_noise_levels", "num_inference_steps")

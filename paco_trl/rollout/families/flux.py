@@ -46,7 +46,7 @@ class FluxKontextFamily(FluxFamily):
 
     def edited_size(self, pipeline, sizes, area):
         step = self.size_multiple(pipeline)
-        width, height = _preferred_resolution(sizes[0][0], sizes[0][1], step)  # of about 1024 x 1024 pixels
+        width, height = _preferred_resolution(sizes[0][0], sizes[0][1], step)  # size of about 1024 x 1024 pixels
         factor = (area / 1024**2) ** 0.5
         return max(1, round(height * factor / step)) * step, max(1, round(width * factor / step)) * step
 
