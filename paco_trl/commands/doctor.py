@@ -142,7 +142,7 @@ def check_versions(state: DoctorState) -> Row:
 
 
 def check_hub_connection() -> bool:
-    """Check the connection to the Hub. Without one, set the clients offline, since they would wait 30 s for each file."""
+    """Check the connection to the Hub. Without one, set the clients offline, which would wait 30 s for each file."""
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
     except (HTTPError, OfflineModeIsEnabled):

@@ -13,7 +13,8 @@ from ..utils.errors import OptionError, refuse
 from ..utils.text import read_json, shorten
 
 
-# Typing an option drops these options of a file, which were set for its other value. Checks find all other contradictions.
+# Typing an option drops these options of a file, which were set for its other value. Checks find all other
+# contradictions.
 _REPLACED = {
     "rewards": ("reward_weights", "reward_required"),
     "adapter": ("lora_r", "lora_alpha", "lora_target_modules"),
@@ -71,7 +72,7 @@ def config_options() -> dict[str, Any]:
 
 
 def find_unused(args: Any, names: Iterable[str], where: str, *because: str) -> Iterator[OptionError]:
-    """Find typed options that would have no effect; `where` says why, and `because` names the options that cause it."""
+    """Find typed options without an effect; `where` says why, and `because` names the options that cause it."""
     if unused := [name for name in names if name in getattr(args, "typed", ())]:
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing {where}. Leave it out.", *unused, *because)

@@ -56,12 +56,12 @@ _OTHER_NAMES = {
 
 class CommandParser(argparse.ArgumentParser):
     """
-    Parse the fields of dataclasses as options, from the command line and from YAML. A trainer's config is given by its name,
-    and imported last.
+    Parse the fields of dataclasses as options, from the command line and from YAML. A trainer's config is given by its
+    name, and imported last.
 
-    `positional` is an option that may come first without its name: `paco-trl push paco-flux`. `check` yields the errors of
-    options that contradict each other, as the `errors()` of a dataclass do; `check_start` raises errors that no change of
-    a file's options resolves. `hidden` fields are not in the help.
+    `positional` is an option that may come first without its name: `paco-trl push paco-flux`. `check` yields the
+    errors of options that contradict each other, as the `errors()` of a dataclass do; `check_start` raises errors that
+    no change of a file's options resolves. `hidden` fields are not in the help.
     """
 
     uses_presets = False  # whether `presets` is called, which reads the model
@@ -290,8 +290,8 @@ class CommandParser(argparse.ArgumentParser):
         Parse the options of the command line, and of the YAML file or recipe that `--config` names.
 
         Options of the file that contradict the command line are dropped, and one line says so. The command's own
-        dataclasses get an attribute `typed`: the options that the user gave, on the command line or in a file other than
-        a recipe of the package.
+        dataclasses get an attribute `typed`: the options that the user gave, on the command line or in a file other
+        than a recipe of the package.
         """
         sources = self.read(sys.argv[1:] if args is None else args)
         if self.uses_presets:

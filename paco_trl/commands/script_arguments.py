@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Arguments that the training commands share with `paco-trl doctor`, and what they load. Functions import what takes seconds.
+Arguments that the training commands share with `paco-trl doctor`, and what they load. Functions import what takes
+seconds.
 """
 
 import logging

@@ -186,7 +186,7 @@ def _query(
 
 
 def _digests(prompts: Dataset, sources: SourceImages, edits: SystemImages) -> dict[str, str]:
-    """Compute a digest of the subject of each question (`"semantic/<key>"`, `"quality/<key>"`), except for missing edits."""
+    """Digest the subject of each question (`"semantic/<key>"`, `"quality/<key>"`), except for missing edits."""
     instructions, edit_digests = prompts.with_format(None)["prompt"][:], {}
     for row, key in enumerate(edit_keys(prompts)):
         if (file := edits.sets[key].files[0]) is not None:

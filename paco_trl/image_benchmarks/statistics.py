@@ -23,7 +23,9 @@ Unit = tuple[Hashable, ...]
 Values = Mapping[Unit, float]
 NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
 # Settings that two systems must share to be comparable
-CONDITIONS = ("seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype")  # fmt: skip
+CONDITIONS = (
+    "seeds", "num_inference_steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width", "dtype",
+)  # fmt: skip
 
 
 @dataclass

@@ -189,7 +189,7 @@ class ImageRun:
             return self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
 
     def transformer_calls(self, batch_size: int, image: PlannedImage | None = None) -> list[dict]:
-        """Record the arguments of the transformer's calls in a step, by default of training, as tensors without data."""
+        """Record the arguments of the transformer's calls in a step, by default of training, without their data."""
         image = image or self.image
         calls: list[dict] = []
         num_calls = self.family.max_calls if image.negative_prompt is not None else 1
@@ -363,7 +363,7 @@ class ImageRun:
         ]
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:
-        """Return the memory of commands that generate with the trained model, loaded as in training, at inference size."""
+        """Return the memory of commands that generate with the trained model, as in training, at inference size."""
         is_adapter = isinstance(self.model, PeftModel)
         frozen_bytes_of = functools.partial(self.weights_bytes, trainable=False, quantization=plan.quantization)
         encoding = {"text encoders": sum(map(frozen_bytes_of, self.text_encoders))}

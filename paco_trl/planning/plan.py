@@ -101,7 +101,7 @@ class MemoryPlan:
 
     @functools.cached_property
     def phases(self) -> list[Phase]:
-        """Return the phases of the run, in order. Tabulate with `pd.DataFrame({p.name: p.device for p in plan.phases})`."""
+        """Return the run's phases in order. Tabulate with `pd.DataFrame({p.name: p.device for p in plan.phases})`."""
         return self.run.phases(self)
 
     @functools.cached_property

@@ -42,8 +42,8 @@ def breadth(image: Image.Image) -> int:
 
 def thumbnail(image: Image.Image, count: int = 1) -> Image.Image:
     """
-    Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size. The `count`
-    separate images of a set get a gap between them.
+    Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size. The
+    `count` separate images of a set get a gap between them.
     """
     copy = with_gaps(image, count).copy()
     copy.thumbnail((THUMBNAIL * breadth(image), THUMBNAIL))
@@ -53,7 +53,7 @@ def thumbnail(image: Image.Image, count: int = 1) -> Image.Image:
 def render_sheet(
     rows: Sequence[SheetRow], heading: str = "", columns: int = 1, letter: int = 13, width: int | None = None
 ) -> Image.Image:
-    """Render rows of blocks of images, each 180 pixels wide for each of its `columns`, or of a sheet of some `width`."""
+    """Render rows of blocks of images, each 180 pixels wide for each of its `columns`, or of a sheet of a `width`."""
     cell = 180
     gap = letter * 2 // 3
     is_wide = any(image and breadth(image) > 1 for _, blocks in rows for block in blocks for image, _ in block)

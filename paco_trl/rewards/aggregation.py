@@ -90,7 +90,7 @@ def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 def neutralize_gaps(
     rewards: torch.Tensor, optional: torch.Tensor, num_generations: int, neutral: float
 ) -> torch.Tensor:
-    """Set an optional reward to its overall mean in groups where a completion lacks it, so that it has no effect there."""
+    """Set an optional reward to its overall mean in groups where a completion lacks it: it is neutral there."""
     grouped = rewards.reshape(-1, num_generations, rewards.shape[1])  # (N / G, G, K)
     has_gap = torch.isnan(grouped).any(dim=1, keepdim=True) & optional  # (N / G, 1, K)
     constant = torch.nanmean(rewards, dim=0).nan_to_num(nan=neutral)  # (K,)
@@ -132,9 +132,9 @@ def aggregate_rewards(
             - `"sum_then_normalize"`: the weighted sum, sum_k w_k R_k.
             - `"normalize_then_sum"`: the weighted sum of the rewards normalized within their groups. Requires
               `num_generations`.
-            - `"rank_then_sum"`: the weighted sum of the win rates within groups, the fraction of a group's other images
-              that an image beats, ties counting half ([Pref-GRPO](https://huggingface.co/papers/2508.20751)). Requires
-              `num_generations`.
+            - `"rank_then_sum"`: the weighted sum of the win rates within groups, the fraction of a group's other
+              images that an image beats, ties counting half ([Pref-GRPO](https://huggingface.co/papers/2508.20751)).
+              Requires `num_generations`.
             - `"log_tamed"`: the weighted sum after replacing each reward whose h_k exceeds `threshold` with
               log(1 + R_k) (Eq. 3 and 4 of the [PaCo-RL paper](https://huggingface.co/papers/2512.04784)). A reward
               with a negative value has no h_k and is not tamed.

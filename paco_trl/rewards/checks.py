@@ -52,7 +52,7 @@ class RewardFunction(Protocol):
     """
 
     def __call__(self, prompts: list[str], completions: list[Image.Image], **columns: Any) -> Any:
-        """Return one `float` per completion, `None` if it could not be scored, or a coroutine that returns that list."""
+        """Return one `float` per completion, `None` if it could not be scored, or a coroutine of that list."""
         ...
 
 

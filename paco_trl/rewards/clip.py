@@ -113,8 +113,8 @@ class ClipTReward(ClipEmbedder):
     - Metric: `clip_t/truncated_texts`, the fraction of texts longer than CLIP's 77 tokens.
     - Cost: one forward pass of the vision tower per panel (by default a ViT-H/14 at 224 x 224 pixels), and one of the
       text encoder per distinct text.
-    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3, with the model of its published code. See the
-      model card for the license of the weights.
+    - Source: [PaCo-RL](https://huggingface.co/papers/2512.04784), Part 3, with the model of its published code. See
+      the model card for the license of the weights.
 
     The model is loaded at construction and stays on the CPU until the first call.
 
@@ -188,8 +188,8 @@ class PickScoreReward(ClipTReward):
     grid; without it, the full image is compared with its prompt. The processor crops an image that is not square to
     its central square. Like [`ClipTReward`], it logs `pick_score/truncated_texts`.
 
-    - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. Flow-GRPO and the published
-      PaCo presets use the same divisor.
+    - Range: `exp(logit_scale)` * cosine / 26, mostly 0.7 to 0.9 with the published weights. Flow-GRPO and the
+      published PaCo presets use the same divisor.
     - Cost: like [`ClipTReward`]; about 1 billion parameters, 4 GB in float32.
     - Source: [Pick-a-Pic](https://arxiv.org/abs/2305.01569). See the model card for the license of the weights.
 

@@ -62,7 +62,7 @@ class JudgeUnavailableError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or the reason for its absence (`NO_SCORE`)."""
+    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or the reason why not (`NO_SCORE`)."""
 
     score: Any  # or the log-probabilities of tokens, from `_read_tokens`
     reason: str | None = None
@@ -183,7 +183,7 @@ def digits_of(scale: int) -> list[str]:
 
 
 def expected_rating(logprobs: Iterable[tuple[str, float]], scale: int) -> float | None:
-    """Compute the expected rating over `scale` from the digits' probabilities; `None` if they sum to less than half."""
+    """Compute the expected rating over `scale` from the digits' probabilities; `None` if their sum is below half."""
     by_digit: dict[str, list[float]] = {digit: [] for digit in digits_of(scale)}
     for token, logprob in logprobs:
         by_digit.get(token.lstrip(SPACES), []).append(logprob)
@@ -268,7 +268,7 @@ class ServedJudge:
         self.question: str | None = None
 
     def check(self, scale: int | None = None) -> None:
-        """Ask a test question, for a rating if `scale` is set; raise a `JudgeUnavailableError` within 30 s if it fails."""
+        """Ask a test question, for a rating if `scale` is set; a `JudgeUnavailableError` within 30 s if it fails."""
         self._client.run(self._check(scale))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
@@ -311,7 +311,7 @@ class ServedJudge:
         return self._client.run(self._find_patch_size())
 
     def find_question(self) -> str | None:
-        """Return the question that the judge was trained on, if a single one, after asking the server for its model."""
+        """Return the question that the judge was trained on, if a single one, after asking the server for it."""
         self.find_patch_size()
         return self.question
 

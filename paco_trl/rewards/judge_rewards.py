@@ -186,8 +186,8 @@ class ConsistencyReward(JudgedReward):
             Question for the judge. If `None`, the one it was trained on, if its `paco_trl.json` records a single
             question (for a server, the file of the model that it reports); otherwise `"theme"`.
 
-            - `"theme"`: one question per pair, with the column `theme`. This is the published reward's default; its theme
-              is the text before the first panel marker, `parse_image_set_prompt(prompt).theme`.
+            - `"theme"`: one question per pair, with the column `theme`. This is the published reward's default; its
+              theme is the text before the first panel marker, `parse_image_set_prompt(prompt).theme`.
             - `"criteria"`: one question per criterion of the column `criteria`, averaged within each dimension
               (identity, style, logic) and then over the dimensions.
             - a question in your own words: asked verbatim for each pair.

@@ -374,7 +374,7 @@ class PaCoReward:
         return [None if mass < least_mass else score for score, mass in zip(scores, masses, strict=True)]
 
     def _masses(self, logits: torch.Tensor, ids: list[int] | torch.Tensor, answers: str) -> list[float]:
-        """Return the total probability of some tokens in each row of logits `(B, V)`; record why if it is too small."""
+        """Return the total probability of some tokens in each row of logits `(B, V)`; record why it is too small."""
         masses = logits.float().softmax(dim=-1)[:, ids].sum(dim=-1).tolist()
         for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
             if mass < LEAST_MASS:
@@ -386,7 +386,7 @@ class PaCoReward:
         return masses
 
     def _last_logits(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits `(B, V)` of the first position of each answer, and the hidden states `(B, D)` in float32."""
+        """Return the logits `(B, V)` of the first position of each answer, and hidden states `(B, D)` in float32."""
         logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
         hidden, self._hidden_state = self._hidden_state[:, -1].float(), None
         return logits, hidden
@@ -448,7 +448,7 @@ class PaCoReward:
         return answers
 
     def _image_batches(self, groups: Sequence[ImageGroup], batches: list[list[int]]) -> Iterator[list]:
-        """Yield the images of each batch; each is loaded and encoded once, and kept until the last batch that uses it."""
+        """Yield the images of each batch; each is encoded once, and kept until the last batch that uses it."""
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
         batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
         last_use = {key: batch_number for batch_number, keys in enumerate(batch_keys) for key in keys}
@@ -474,7 +474,7 @@ class PaCoReward:
             yield images
 
     def _inputs(self, prompts: list[str], images: list, labels: tuple[str, str] | None = None) -> dict[str, Any]:
-        """Build left-padded inputs from the images of all questions, either PIL images or features with patch grids."""
+        """Build left-padded inputs from all questions' images, either PIL images or features with patch grids."""
         count = len(images) // len(prompts)
         content = [{"type": "image"}] * count
         if labels is not None:
@@ -548,7 +548,7 @@ def scales_logits(config: PreTrainedConfig) -> str | None:
 
 
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """Return the base model of an adapter, or the model itself, its loading arguments, and whether it is an adapter."""
+    """Return the base model of an adapter, or the model itself, its loading arguments, and if it is an adapter."""
     check_model_name(model)
     hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:

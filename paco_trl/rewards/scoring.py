@@ -92,7 +92,7 @@ def reward_arguments(
     log_extra: Callable[[str, list], None],
     log_metric: Callable[[str, float], None],
 ) -> dict[str, Any]:
-    """Return the arguments of a reward's call for rows of the dataset with the images generated for them, `completions`."""
+    """Return the arguments of a reward's call for rows of the dataset with their images, `completions`."""
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     return columns | {
         "prompts": [row["prompt"] for row in rows],

@@ -112,7 +112,7 @@ class Rewards:
     # ---- Aggregation ----
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """Aggregate `(images, K)` rewards to `(images,)`, NaN where an image is not scored; see [`aggregate_rewards`]."""
+        """Aggregate `(images, K)` rewards to `(images,)`, NaN where one is not scored; see [`aggregate_rewards`]."""
         minima = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
         for name, value, weight in zip(self.names, minima, self.weights.tolist(), strict=True):
             if self.method == "geometric_mean" and weight and value < 0:

@@ -76,8 +76,8 @@ def read_peft_config(
     model_init_kwargs: dict | None = None,
 ) -> LoraConfig | SavedAdapter:
     """
-    Read an adapter that is named; return it without TRL's defaults and what only an earlier training used. Refuse one that
-    cannot be trained or saved, or is of another model.
+    Read an adapter that is named; return it without TRL's defaults and what only an earlier training used. Refuse one
+    that cannot be trained or saved, or is of another model.
     """
     if isinstance(peft_config, str | os.PathLike):
         name = os.fspath(peft_config)
@@ -149,7 +149,7 @@ def _check_plain(config: LoraConfig, saved: SavedAdapter | None) -> None:
 
 
 def check_lora_start(peft_config: LoraConfig) -> None:
-    """Refuse a scale of 0, with which no weight has a gradient, and initial weights that also change the base weights."""
+    """Refuse a scale of 0, with which no weight has a gradient, and initial weights that change the base's."""
     if peft_config.lora_alpha == 0:
         raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
     if peft_config.init_lora_weights not in _WITHOUT_DATA:
@@ -195,7 +195,7 @@ def load_transformer_adapter(
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> PeftModel:
-    """Put a saved adapter on a transformer, in place, except on `unused_layers`; refuse one of another architecture."""
+    """Put a saved adapter on a transformer, in place, except on `unused_layers`; refuse one that does not fit."""
     misfit = f"The adapter '{adapter.name}' does not fit {type(transformer).__name__}"
     config = copy.deepcopy(adapter.config)
     exclude_layers(config, unused_layers)

@@ -65,7 +65,7 @@ class PromptEmbeddings:
 
 
 class PromptEncoder:
-    """Encode prompts and source images for this process. Keeps them while they are needed, with `folder` also in files there."""
+    """Encode prompts and source images for this process. Keep them while needed, with `folder` also in files."""
 
     # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
 
@@ -155,7 +155,7 @@ class PromptEncoder:
     def _conditions(
         self, rows: PromptRows, row_numbers: Iterable[int], scale: float
     ) -> dict[Condition, tuple[int, int]]:
-        """Map each prompt and source image of some rows to where it is: number of a row, and of the image in the row."""
+        """Map each prompt and source image of some rows to where it is: number of a row, and of an image in it."""
         numbers_of: dict[Condition, tuple[int, int]] = {}
         for row_number in row_numbers:
             for prompt_number in rows.prompt_numbers[row_number]:
@@ -170,7 +170,7 @@ class PromptEncoder:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
 
     def _read(self, key: Condition) -> bool:
-        """Read a file of an earlier run or another process, if there is a complete one; return whether the key is there now."""
+        """Read a file of an earlier run or another process, if it is complete; return whether the key is there now."""
         with suppress(OSError, SafetensorError):
             if self._folder is not None:
                 self._encoded[key] = load_file(self._file(key))  # mapped, which takes no memory
@@ -204,7 +204,7 @@ class PromptEncoder:
         self._reported |= truncations.keys()
 
     def _warn_of_truncated(self, rows: PromptRows) -> None:
-        """Warn of the prompts of a dataset that the pipeline does not read to the end, whichever process encodes them."""
+        """Warn of the prompts of a dataset that the pipeline truncates, whichever process encodes them."""
         if self.accelerator.is_main_process:
             with truncations_counted(self.pipeline):  # tokenizers warn of each long text
                 truncated = describe_truncated(self.pipeline, self.family, rows.named_prompts, rows.where)
@@ -270,7 +270,7 @@ def _frozen_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_digest(pipeline, family: Family) -> str:
-    """Compute a digest of everything that decides embeddings: family, text encoders, VAE, tokenizers, processors, versions."""
+    """Digest everything that decides embeddings: family, text encoders, VAE, tokenizers, processors, versions."""
     parts: list[Any] = [type(pipeline).__name__, describe(family), versions()]
     for name, component in sorted(pipeline.components.items()):
         if component is not None and name in (*family.text_encoders, "vae"):

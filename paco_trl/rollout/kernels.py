@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:
-    """Refuse a backend that diffusers does not have, that lacks a package, or that cannot be trained with `queries`."""
+    """Refuse a backend that diffusers does not have, that lacks a package, or cannot be trained with `queries`."""
     names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
         raise ValueError(

@@ -106,8 +106,8 @@ def _freeze(pipeline: DiffusionPipeline, dtypes: dict[str, torch.dtype]) -> None
 
 def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ()) -> None:
     """
-    Refuse a pipeline that has other weights than the model that it is named after, as after `fuse_lora`: its adapter would
-    name that model as its base. Beginnings of weights are compared, where the model's files are on this machine.
+    Refuse a pipeline that has other weights than the model that it is named after, as after `fuse_lora`: its adapter
+    would name that model as its base. Beginnings of weights are compared, where the model's files are on this machine.
     """
     name = pipeline.name_or_path
     folder = name if name and os.path.isdir(name) else None
@@ -202,7 +202,7 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
 def load_without_weights(
     model: str, dtypes: dict[str, torch.dtype], encodes: bool = True, **model_init_kwargs: Any
 ) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device; with text encoders if `encodes`."""
+    """Load a pipeline whose models are built from their configs, on the meta device; text encoders if `encodes`."""
     parts: dict[str, Any] = {}
     hub_kwargs = hub_arguments(model_init_kwargs)
     for name, entry in read_index(model, model_init_kwargs).items():
@@ -233,7 +233,7 @@ def _build_from_config(kind: Any, model: str, **hub_kwargs: Any) -> nn.Module:
 
 
 def is_buildable(model: "str | DiffusionPipeline", model_init_kwargs: dict, family: Family | None) -> bool:
-    """Tell whether a pipeline can be built from configs: one that is named, listed, and has no parts of the caller's own."""
+    """Tell whether a pipeline can be built from configs: it is named, listed, and has no parts of the caller's own."""
     if not isinstance(model, str) or "custom_pipeline" in model_init_kwargs:
         return False
     has_modules = any(isinstance(value, nn.Module) for value in model_init_kwargs.values())

@@ -48,7 +48,8 @@ class RecordedStep(TransformerStep):
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
     schedule. `prev_sample` are the latents after it, and `mean` is the mean of the step, both `(B, ...)` in float32.
-    `log_prob` `(B,)` is the log-probability of `prev_sample` under the policy that sampled it; a step without noise has none.
+    `log_prob` `(B,)` is the log-probability of `prev_sample` under the policy that sampled it; a step without noise
+    has none.
     """
 
     index: int
@@ -185,8 +186,8 @@ class PipelinePolicy:
         self.pipeline = pipeline
         self.family = family
         self.scheduler = FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
-        # DiffusionPipeline.__setattr__ would write these classes into the pipeline's config, but what the user saves from
-        # the pipeline later must load without this package
+        # DiffusionPipeline.__setattr__ would write these classes into the pipeline's config, but what the user saves
+        # from the pipeline later must load without this package
         object.__setattr__(pipeline, "scheduler", self.scheduler)
         object.__setattr__(pipeline, "transformer", model)
         pipeline.set_progress_bar_config(disable=True)
@@ -231,7 +232,8 @@ class PipelinePolicy:
                 Key of each image's initial noise, if it is another.
 
         Returns:
-            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the recorded steps in order.
+            `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the
+            recorded steps in order.
 
         Raises:
             RuntimeError: the family's guidance rule does not give what the scheduler received, a stochastic step was
@@ -342,7 +344,7 @@ class PipelinePolicy:
             self._recorder.on_call(arguments | arguments.pop(self._extra, {}))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
-        # As accelerate does once the model is prepared for training: guidance combines the same numbers before and after
+        # As accelerate does once the model is prepared for training: guidance combines the same numbers before that
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
         if self._recorder is not None and self._recorder.is_due:
             self._recorder.on_output(output[0])

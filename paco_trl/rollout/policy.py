@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The policy: the pipeline on this process's accelerator, which generates the batches of a round and scores their steps again.
+The policy: the pipeline on this process's accelerator, which generates the batches of a round and scores their steps
+again.
 
 It owns where VAE, weights and text encoders are.
 """
@@ -110,8 +111,8 @@ class Policy:
             scale (`float`):
                 Scale of the source images.
             encoded ([`EncodedRows`], *optional*):
-                Embeddings of all rows, which stay on the accelerator for the whole rollout. If `None`, each batch's rows
-                are encoded just before it, together with the next ones.
+                Embeddings of all rows, which stay on the accelerator for the whole rollout. If `None`, each batch's
+                rows are encoded just before it, together with the next ones.
             progress (`str`, *optional*):
                 Description of the progress bar, if there is one.
             is_collective (`bool`):
@@ -150,7 +151,7 @@ class Policy:
         recording: Recording = Recording(),  # noqa: B008 (it is frozen)
         anchors: Iterable[EncodedImage] = (),
     ) -> None:
-        """Generate the images of a batch and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
+        """Generate a batch's images and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
         samples = batch.samples
         inputs = self.inputs(encoded, [sample.prompt_number for sample in samples])
         images, batch.steps = self.pipeline_policy.generate(
@@ -165,7 +166,7 @@ class Policy:
         batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
 
     def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
-        """Collect the inputs of a batch: embeddings of its prompts, and the source images of the first, which all share."""
+        """Collect the inputs of a batch: embeddings of its prompts, and sources of the first, which all share."""
         device = self.accelerator.device
         embeddings = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
         arguments = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in embeddings]

@@ -161,8 +161,8 @@ def wrap_pipeline(
     transformer = model.get_base_model() if isinstance(model, PeftModel) else model
     policy = PipelinePolicy(pipeline, family, model, inspect.signature(transformer.forward))
     if dtype != torch.float32:
-        # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not for
-        # the VAE.
+        # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not
+        # for the VAE.
         if is_deepspeed:
             cast_floating_inputs(model, dtype)
         for name in ("post_quant_conv", "decoder"):
@@ -184,7 +184,7 @@ def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Mo
 
 
 def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter | None) -> None:
-    """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] would after loading them."""
+    """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] does after loading."""
     with init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again with the weights
         FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)

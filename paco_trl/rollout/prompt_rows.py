@@ -129,7 +129,7 @@ class PromptRows:
         return SEPARATE in self._column("layout")
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
-        """Compute each row's sizes, for inference and training, and negative prompt, and check them against the pipeline."""
+        """Compute each row's sizes in inference and training and negative prompt, and check them by the pipeline."""
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)

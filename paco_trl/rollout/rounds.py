@@ -24,12 +24,13 @@ class Sample:
     """
     One generated image of a round.
 
-    Rewards score a *completion*: an image, or a set of separate images, its panels. A round compares the completions of
-    one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation` of a
-    group; a grid has one panel here, the whole of it.
+    Rewards score a *completion*: an image, or a set of separate images, its panels. A round compares the completions
+    of one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation`
+    of a group; a grid has one panel here, the whole of it.
 
-    `prompt_number` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is the
-    key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first image.
+    `prompt_number` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is
+    the key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first
+    image.
 
     A sample without a completion only fills a batch: it is generated, and neither scored nor trained.
     """
@@ -191,8 +192,8 @@ class Round:
         """
         Yield batches in the order of their generation: with anchored sets their first images before all others.
 
-        Each process then yields as many of either kind, some of samples without a completion. `gather` gathers a list from
-        all processes.
+        Each process then yields as many of either kind, some of samples without a completion. `gather` gathers a list
+        from all processes.
         """
         if not self.rows.is_anchored:
             yield from batches
@@ -226,7 +227,7 @@ class Round:
         return finished
 
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
-        """Return this process's part of the sets that several processes have images of. Collective: call on all ranks."""
+        """Return this process's part of sets shared by several processes. Collective: call on all ranks."""
         processes, finished = accelerator.num_processes, []
         set_numbers = sorted(set(gather_object([started.number for started in self.completions if started.panels])))
         # A set for each process at a time, which bounds the memory

@@ -199,14 +199,14 @@ def keyed_generator(*key: int) -> torch.Generator:
     """
     Return a CPU generator whose state depends only on the key: its stream is the same for every accelerator.
 
-    The same image of the same round gets the same noise, whatever the number of processes, the order of the images or the
-    step at which a run resumed.
+    The same image of the same round gets the same noise, whatever the number of processes, the order of the images or
+    the step at which a run resumed.
 
     The key has integers from 0 to 2**32 - 1, here `(seed, stream, round, prompt number, generation, step)`: the prompt
-    number is the row of the dataset, or counts the separate images of all rows; step 0 is the initial latent, step i + 1 the noise of
-    denoising step i. Keys of one length that differ anywhere give independent streams. Keys of different lengths may not:
-    [`numpy.random.SeedSequence`] pads short keys with zeros. The CPU generator uses 32 bits of a seed: of 100,000 keys
-    about one pair shares its stream.
+    number is the row of the dataset, or counts the separate images of all rows; step 0 is the initial latent, step
+    i + 1 the noise of denoising step i. Keys of one length that differ anywhere give independent streams. Keys of
+    different lengths may not: [`numpy.random.SeedSequence`] pads short keys with zeros. The CPU generator uses 32 bits
+    of a seed: of 100,000 keys about one pair shares its stream.
     """
     state = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
     # 63 bits, which `manual_seed` always accepts; the generator uses the lower 32
@@ -260,7 +260,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     @classmethod
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
-        """Build it with the settings of a pipeline's scheduler; a `ValueError` if that makes other steps than Euler's."""
+        """Build it with the settings of a pipeline's scheduler; a `ValueError` if its steps are not Euler's."""
         check_flow_matching(type(scheduler))
         if not isinstance(scheduler, cls) and type(scheduler).step is not FlowMatchEulerDiscreteScheduler.step:
             raise ValueError(

@@ -21,7 +21,7 @@ from .round_schedule import TrainingRound
 
 
 class AverageCallback(TrainerCallback):
-    """Average the trained weights (`ema_decay`) from the start of `train()`. Evaluations and saved files use the average."""
+    """Average the trained weights (`ema_decay`) from the start of `train()`. Evaluations and files use them."""
 
     file = EMA_WEIGHTS  # file name in a checkpoint
 
@@ -55,7 +55,7 @@ class ImageStatisticsCallback(TrainerCallback):
 
 
 class ContactSheetsCallback(TrainerCallback):
-    """Save images and scores of the first prompts of each round and evaluation, and send the sheets to the trackers."""
+    """Save images and scores of the first prompts of each round and evaluation, and send sheets to the trackers."""
 
     def __init__(
         self,

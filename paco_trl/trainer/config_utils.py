@@ -48,7 +48,7 @@ _UNSUPPORTED_FOR_IMAGES = (
 
 
 def unsupported_fields(parent: type, used: Collection[str], *unsupported: str) -> set[str]:
-    """Return the fields that a config adds to TrainingArguments without being `used`, and the unsupported ones of it."""
+    """Return the fields that a config adds to TrainingArguments without being `used`, and its unsupported ones."""
     names = {field.name for field in dataclasses.fields(parent)}
     return names - {field.name for field in dataclasses.fields(TrainingArguments)} - set(used) | set(unsupported)
 
@@ -72,7 +72,7 @@ def whole_numbers_of(config: type) -> list[str]:
 
 
 def name_checkpointing(config: TrainingArguments) -> None:
-    """Set `activation_checkpointing` to `gradient_checkpointing`: transformers has renamed it, and TRL sets the old name."""
+    """Set `activation_checkpointing` to `gradient_checkpointing`: transformers has renamed it, TRL has not."""
     if config.activation_checkpointing is None:
         config.activation_checkpointing = config.gradient_checkpointing
     if config.activation_checkpointing_kwargs is None:
@@ -97,7 +97,7 @@ def check_optimizer(args: TrainingArguments) -> None:
 
 
 def copy_config(args: Config) -> Config:
-    """Copy a config with its lists and dictionaries, one level deep: trainers, also Trainer and SFTTrainer, write there."""
+    """Copy a config with its lists and dictionaries, one level deep: trainers, also TRL's, write there."""
     args = copy.copy(args)
     for name, value in vars(args).items():
         if type(value) in (dict, list):

@@ -30,8 +30,8 @@ _GAP = "  "
 class ConsoleCallback(ProgressCallback, PrinterCallback):
     """
     Prints a line for each logged step: rewards, ratio, seconds a step, peak memory of this process, and time left. The
-    bar below them is shown in terminals and notebooks. Takes the place of both classes that it is made of: what removes
-    one of them from a trainer removes it.
+    bar below them is shown in terminals and notebooks. Takes the place of both classes that it is made of: what
+    removes one of them from a trainer removes it.
     """
 
     training_bar: Any

@@ -52,7 +52,7 @@ class PairCollator(DataCollatorForVisionLanguageModeling):
 
     decision_only_loss: bool = False  # leave out everything after the decision
     label_only_without_eos: bool = False  # leave it out of completions without reasoning: n = 1, no terminators
-    # The model's `get_rope_index`, if it has one: on an accelerator it waits for the device a dozen times for each pair
+    # The model's `get_rope_index`, if it has one: on an accelerator it waits for the device a dozen times a pair
     get_rope_index: Callable | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class TrainedModel:
         return None
 
     def has_zero_adapter(self, accelerator: Accelerator) -> bool:
-        """Return whether the adapter changes nothing yet: whether every LoRA `B` is 0. Collective: call on all ranks."""
+        """Return whether the adapter changes nothing yet: every LoRA `B` is 0. Collective: call on all ranks."""
         is_zero = _is_zero_adapter(local_weights(self.model, self.zero_stage))
         is_zero = is_zero and (self.average is None or _is_zero_adapter(self.average))
         verdict = torch.tensor([float(is_zero)], device=accelerator.device)
@@ -123,7 +123,8 @@ class Evaluator:
 
     def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation, Evaluation | None]:
         """
-        Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all ranks.
+        Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all
+        ranks.
 
         Both are one evaluation as long as nothing is trained: the same weights and noise give the same images.
         """
@@ -186,7 +187,7 @@ class Evaluator:
         return eval_round
 
     def baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation | None, bool]:
-        """Evaluate the untrained model once in a run, with `eval_baseline`; also return whether this call generated it."""
+        """Evaluate the untrained model once in a run, with `eval_baseline`; return also whether this call did."""
         if not self.args.eval_baseline:
             return None, False
         key = self.baseline_key(rows)

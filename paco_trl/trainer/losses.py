@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas of advantages and objectives, of shape (B,) or (B, ...). DiffusionNFT: arXiv 2509.16117, AWM: arXiv 2509.25050."""
+"""Formulas of advantages and objectives, (B,) or (B, ...). DiffusionNFT: arXiv 2509.16117, AWM: arXiv 2509.25050."""
 
 import logging
 import math
@@ -151,7 +151,7 @@ def normalized_log_ratio(
 
 def guard_gradient_weight(sigma: float | torch.Tensor, sigma_next: float | torch.Tensor) -> float | torch.Tensor:
     """Compute the weight 1 / (t - t_next) of a step's loss in GRPO-Guard (Eq. 12)."""
-    # It makes all steps of `"flow_sde"` equal; of the other kinds it balances the lengths only, as in the published code
+    # It makes all steps of `"flow_sde"` equal; of the other kinds it balances the lengths only, as in published code
     return 1 / (sigma - sigma_next)
 
 
@@ -277,7 +277,7 @@ class StepStatistics:
         self.micro_steps.append(torch.stack([column.detach().float() for column in columns.values()], dim=1))
 
     def gather(self, last: int | None = None) -> dict[str, torch.Tensor]:
-        """Gather all micro-steps and start the next step, or only look at the `last`. Collective: call on all ranks."""
+        """Gather all micro-steps and start the next step, or look at the `last`. Collective: call on all ranks."""
         micro_steps = self.micro_steps if last is None else self.micro_steps[-last:]
         gathered = self.accelerator.gather(torch.cat(micro_steps)).cpu()  # (images and steps, columns)
         if last is None:
@@ -296,12 +296,12 @@ def masked_means(columns: dict[str, torch.Tensor], is_valid: torch.Tensor) -> di
 
 
 class RatioStatistics(StepStatistics):
-    """Collect ratios and the metrics logged with them, and check that a ratio is 1 before the first update on its round."""
+    """Collect ratios and the metrics logged with them, and check that a ratio is 1 before a round's first update."""
 
     def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         super().__init__(accelerator, args)
-        # Where the policy would be clipped before its first update. Kernels that round differently reach an eighth of it
-        # (FLUX at 512 pixels, bf16), and a wrong replay a hundred times as much as they do
+        # Where the policy would be clipped before its first update. Kernels that round differently reach an eighth of
+        # it (FLUX at 512 pixels, bf16), and a wrong replay a hundred times as much as they do
         self.tolerance: float = args.epsilon if args.ratio_tolerance is None else args.ratio_tolerance
         # Sigmas and number of elements of each trained step
         self._steps: dict[int, tuple[float, float, float, int]] = {}
@@ -374,7 +374,7 @@ def predicted_deviation(
     sigma: float, sigma_next: float, sigma_max: float, num_elements: int, noise_level: float, sde_type: str,
     is_normalized: bool = False, difference: float = _ROUNDING,
 ) -> float:  # fmt: skip
-    """Predict the standard deviation of a ratio where two velocities of a step differ at random, by `difference` (RMS)."""
+    """Predict the standard deviation of a ratio where a step's velocities differ at random, by `difference` (RMS)."""
     # The step's mean moves by k * S * d * n, where S is its standard deviation, d the difference and n normal: the
     # log-ratio is the mean of k * d * n * eps - (k * d * n)^2 / 2 over the latent's N elements, of standard deviation
     # k * d / sqrt(N). GRPO-Guard's normalized ratio is S times that

@@ -90,7 +90,7 @@ def image_settings(
 
 
 def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
-    """Return how a pipeline was loaded, besides its dtype: `offload` says that text encoders and transformer take turns."""
+    """Return how a pipeline was loaded, besides its dtype: `offload` says that encoders and transformer take turns."""
     # All weights and their optimizer took more on one device than everything takes without training
     offload = is_adapter or args.deepspeed_plugin is not None
     return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}

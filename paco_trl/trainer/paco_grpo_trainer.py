@@ -50,10 +50,10 @@ class PaCoGRPOTrainer(RoundTrainer):
 
     Args:
         model (`str` or [`~diffusers.DiffusionPipeline`]):
-            Pipeline to train: a Hub id or directory, loaded with
-            [`~diffusers.DiffusionPipeline.from_pretrained`] in the compute dtype with `args.model_init_kwargs` (only
-            safetensors files are read), or a loaded pipeline, which is frozen and cast to the compute dtype. Its weights
-            must be those of the model that it is named after, which the adapter names as its base.
+            Pipeline to train: a Hub id or directory, loaded with [`~diffusers.DiffusionPipeline.from_pretrained`] in
+            the compute dtype with `args.model_init_kwargs` (only safetensors files are read), or a loaded pipeline,
+            which is frozen and cast to the compute dtype. Its weights must be those of the model that it is named
+            after, which the adapter names as its base.
         reward_funcs (`Callable` or `list[Callable]`):
             Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
             are PIL images, of a set of separate images one that shows them side by side; the columns are those of the
@@ -83,10 +83,10 @@ class PaCoGRPOTrainer(RoundTrainer):
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
-            Adapter to train, with the family's `target_modules` when they are omitted, or the directory, file or Hub id
-            (also `"user/name/file.safetensors"`) of one to continue training: a LoRA in PEFT's format, or one that the
-            pipeline's `load_lora_weights` reads, such as kohya's or ComfyUI's. If `None`, all weights of the transformer
-            are trained.
+            Adapter to train, with the family's `target_modules` when they are omitted, or the directory, file or Hub
+            id (also `"user/name/file.safetensors"`) of one to continue training: a LoRA in PEFT's format, or one that
+            the pipeline's `load_lora_weights` reads, such as kohya's or ComfyUI's. If `None`, all weights of the
+            transformer are trained.
         family ([`~paco_trl.rollout.Family`], *optional*):
             How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, that of
             [`~paco_trl.rollout.family_of`].
@@ -140,8 +140,8 @@ class PaCoGRPOTrainer(RoundTrainer):
 
         Returns:
             [`~paco_trl.trainer.losses.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
-            the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the ratio
-            that must be 1 before an update.
+            the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the
+            ratio that must be 1 before an update.
         """
         loss_type, clip = self.args.loss_type, cast(tuple[float, float], self.args.clip_range)
         log_probs = step.log_prob, step.old_log_prob

@@ -28,8 +28,8 @@ from .round_trainer import RoundTrainer
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
 
-# Relative deviation of the trained from the old velocity that is accepted before the first update: 0 in float32, but in
-# bf16 an accelerator may choose other kernels. Dropout or a wrong precision deviate by far more.
+# Relative deviation of the trained from the old velocity that is accepted before the first update: 0 in float32, but
+# in bf16 an accelerator may choose other kernels. Dropout or a wrong precision deviate by far more.
 _TOLERANCE = 0.05
 
 

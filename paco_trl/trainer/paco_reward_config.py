@@ -111,7 +111,7 @@ class PaCoRewardConfig(SFTConfig):
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         if self.dataloader_num_workers and self.dataloader_multiprocessing_context is None:
-            # Python's default until 3.14: the collator has a method of the model, which cannot be sent to another process
+            # Python's default until 3.14: the collator has a method of the model, which no other process can get
             self.dataloader_multiprocessing_context: str | None = "fork"
         self.router_aux_loss_coef = 0.0  # a model's own default would add the loss of its frozen router
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):

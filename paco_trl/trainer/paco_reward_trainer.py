@@ -77,7 +77,7 @@ def language_model_targets(model: PreTrainedModel) -> str:
 
 
 def disable_vision_tower_grad(model: PreTrainedModel, grids: list[list[int]]) -> None:
-    """Run the vision tower without gradients as long as nothing in it trains; `grids` has the patch grids, or nothing."""
+    """Run the vision tower without gradients while nothing in it trains; `grids` has the patch grids, or nothing."""
     tower = model.get_encoder("image")
     if model.get_decoder() not in tower.modules():  # else the model has no separate tower
         forward = tower.forward
@@ -98,7 +98,7 @@ def _forward_tower(tower: PreTrainedModel, forward: Callable, grids: list[list[i
 def complete_peft_config(
     peft_config: LoraConfig | None, model: str | PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> LoraConfig:
-    """Fill in the paper's adapter, the task type and the layers of the language model where left out; check the layers."""
+    """Fill in the paper's adapter, the task type and the layers of the language model where left out; check layers."""
     if peft_config is None:
         peft_config = LoraConfig(r=32, lora_alpha=64)  # the paper's
     if not isinstance(peft_config, LoraConfig):
@@ -214,8 +214,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         args ([`PaCoRewardConfig`], *optional*):
             Settings. If `None`, the paper's, with an output directory named after the model.
         train_dataset ([`~datasets.Dataset`]):
-            Pairs: `images` (two), `prompt` (one user turn) and `completion` (one assistant turn that starts with Yes or
-            No). See [`~paco_trl.data.load_paco_dataset`], [`~paco_trl.data.rankings_to_pairs`] and
+            Pairs: `images` (two), `prompt` (one user turn) and `completion` (one assistant turn that starts with Yes
+            or No). See [`~paco_trl.data.load_paco_dataset`], [`~paco_trl.data.rankings_to_pairs`] and
             [`~paco_trl.data.make_pair`].
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Pairs to evaluate on, according to `eval_strategy` and always at the end of training.
@@ -528,8 +528,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         """
         Train as [`~transformers.Trainer.train`] does, and evaluate at the end if there is an `eval_dataset`.
 
-        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
-        latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
+        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`:
+        the latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process
+        (`enable_jit_checkpoint`).
         """
         self._sums, output_dir = {}, self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):

@@ -81,7 +81,7 @@ class PushesToHub(Trainer):
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a saved checkpoint in the background. If several wait, only the newest goes, or all if `hub_strategy` says so."""
+        """Upload a saved checkpoint in the background. Of several that wait the newest goes, or all by `hub_strategy`."""
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return
@@ -147,7 +147,7 @@ class PushesToHub(Trainer):
         license: str | None = None,
         **kwargs,
     ) -> None:
-        """Write the card. Fields that are `None` are filled in by the run; with `use_ema=False` it describes the last step's weights."""
+        """Write the card. The run fills in fields that are `None`; `use_ema=False` is for the last step's weights."""
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))

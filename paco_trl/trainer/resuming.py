@@ -70,7 +70,7 @@ class ResumesExactly(PushesToHub):
         check_resumed_run(checkpoint, self._identity, self._settings, args.world_size, is_deepspeed)
 
     def _identify_weights(self, weights: dict[str, str]) -> None:
-        """Make the fingerprints of the loaded weights part of the run's identity, and compare them with the checkpoint's."""
+        """Make the loaded weights' fingerprints part of the run's identity, and compare them with the checkpoint's."""
         self._identity["weights"] = weights
         if self._checked is not None:
             check_identity(self._checked, read_run(self._checked)["identity"], {"weights": weights})
@@ -91,7 +91,7 @@ class ResumesExactly(PushesToHub):
             check_same_run(args.output_dir, self._identity)
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> Path | None:
-        """Find the checkpoint to resume from; without one, delete an earlier run where that is asked for, or refuse it."""
+        """Find the checkpoint to resume from; without one, delete an earlier run if that is asked for, or refuse."""
         args = self.args
         if resume_from_checkpoint is None:
             resume_from_checkpoint = args.resume_from_checkpoint
@@ -184,7 +184,7 @@ class ResumesExactly(PushesToHub):
             raise Stopped(stop, by_all=True)
 
     def _save_before_stop(self) -> Path | None:
-        """Save a checkpoint of the last step if there is none; return the latest of the run. Collective: call on all ranks."""
+        """Save a checkpoint of the last step if there is none; return the latest. Collective: call on all ranks."""
         if self._restore_rng_state is None:
             return self.resumed_from
         step = self.state.global_step
@@ -275,7 +275,7 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
-    """Say in the last line of every process which one has ended a run; it writes its error to the file that all see."""
+    """Say in the last line of every process which has ended a run; it writes its error to the file that all see."""
     try:
         yield
     except BaseException as error:

@@ -63,7 +63,7 @@ class RoundPlan:
         )
 
     def deal(self, samples: list[Sample], permutation_seed: tuple[int, ...]) -> list[list[Batch]]:
-        """Deal the samples of a round: batches of one size for each process, in the order in which they are trained."""
+        """Deal the samples of a round: batches of one size for each process, in the order of training."""
         # 1. Group samples by size; within a size the prompts keep the order in which they were sampled
         by_size = sorted(samples, key=lambda sample: sample.size)
         size = self.rollout_batch_size

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
-    """Return how many rows fit a round, whichever they are; 0 if none does. `lengths` has the number of prompts of each row."""
+    """Return how many rows fit a round, whichever; 0 if none does. `lengths` has each row's number of prompts."""
     longest = np.sort(lengths)[::-1]
     for count in range(min(len(longest), num_prompts), 0, -1):
         # `RoundSchedule.row_numbers` gives a round one row of each stretch of as many rows as there are rounds
@@ -36,7 +36,7 @@ class RoundSchedule:
     """
     The rounds of a run; nothing depends on processes, workers or where a run was resumed.
 
-    `lengths` has the number of prompts of each row: of a set of separate images, one for each panel.
+    `lengths` has each row's number of prompts: of a set of separate images, one for each panel.
     """
 
     def __init__(self, args: PaCoGRPOConfig, lengths: Sequence[int]):
@@ -132,8 +132,8 @@ class TrainingRound(Round):
     """
     A round that is trained: dealt to the processes and, once it is generated, with the micro-batches of this one.
 
-    It follows from the seed and `index` alone, until its groups are replaced. `trained_completions` has how many
-    each optimizer step trains, with a part of a set for its images, `metrics` what is logged with each, and `seconds` are
+    It follows from the seed and `index` alone, until its groups are replaced. `trained_completions` has how many each
+    optimizer step trains, with a part of a set for its images, `metrics` what is logged with each, and `seconds` are
     those it took to generate and score.
     """
 
@@ -155,8 +155,8 @@ class TrainingRound(Round):
         """
         Set advantage and weight of each sample, and split this process's batches into micro-batches.
 
-        `advantages` and `is_trained` `(completions,)` are in the order of the completions. The weights make the loss of an
-        optimizer step a mean over completions and trained steps: an image of a set of n counts 1 / n.
+        `advantages` and `is_trained` `(completions,)` are in the order of the completions. The weights make the loss
+        of an optimizer step a mean over completions and trained steps: an image of a set of n counts 1 / n.
         """
         for completion, advantage in zip(self.completions, advantages.tolist(), strict=True):
             for sample in completion.samples:
@@ -185,7 +185,7 @@ class TrainingRound(Round):
             batch.steps = []  # which may be copies by now
 
     def replace_groups(self, groups: list[int], unused_row_numbers: list[int]) -> set[int]:
-        """Put unused rows of the same size and number of images in the place of groups; return the groups that have new ones."""
+        """Put unused rows of the same size and number of images in the place of groups; return those replaced."""
         replaced = set()
         for group in groups:
             expected = self._shape(self.row_numbers[group])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of PaCo-GRPO and PaCo-NFT: rounds of images that are generated, rewarded and trained, and all that is around them."""
+"""Base of PaCo-GRPO and PaCo-NFT: rounds of generated, rewarded and trained images, and all that is around them."""
 
 import dataclasses
 import itertools
@@ -351,10 +351,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
-        Train as [`~transformers.Trainer.train`] does; resuming is exact, to the bit on the CPU or with deterministic kernels.
+        Train as [`~transformers.Trainer.train`] does; resuming is exact, to the bit on the CPU or with deterministic
+        kernels.
 
-        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`: the
-        latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process (`enable_jit_checkpoint`).
+        `resume_from_checkpoint` is a directory, `True` (the latest complete checkpoint of `output_dir`), or `"auto"`:
+        the latest if there is one. SIGTERM and SIGUSR1 write a checkpoint and end the process
+        (`enable_jit_checkpoint`).
         """
         output_dir = self.args.output_dir
         with sole_writer(output_dir, "checkpoints", is_inside=True) as mark, end_explained(output_dir, mark):
@@ -475,7 +477,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         return TrainingRound(self.schedule, self.train_rows, index, process, self.state.global_step)
 
     def _encode(self, training_round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
-        """Return the rows of a round's batches, all of this process's by default, encoded with the next rounds' if some are not."""
+        """Return the encoded rows of this process's batches, by default all; encode the next rounds' ahead of time."""
         index, scale = training_round.index, self.args.resolution_scale
         row_numbers = training_round.row_numbers_of(batches or training_round.local_batches)
         following = map(self._plan_round, range(index + 1, min(index + ROUNDS_AHEAD, self._num_rounds)))
@@ -654,9 +656,10 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """
         Evaluate the averaged weights (`ema_decay`) at full resolution, with fixed noise and without stochastic steps.
 
-        Arguments are those of [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`, the
-        weighted sum, `eval_rewards/<name>/mean` and `eval_grid_artifact`, each with an interval over prompts, its
-        `baseline` (of the untrained model, evaluated once in a run, with `eval_baseline`) and its `gain`. Undefined values are left out.
+        Arguments are those of [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`,
+        the weighted sum, `eval_rewards/<name>/mean` and `eval_grid_artifact`, each with an interval over prompts, its
+        `baseline` (of the untrained model, evaluated once in a run, with `eval_baseline`) and its `gain`. Undefined
+        values are left out.
         """
         eval_dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(eval_dataset, dict):
@@ -686,7 +689,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def predict(
         self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Evaluate on `test_dataset` with [`~PaCoGRPOTrainer.evaluate`]; there are metrics only, as of the judge's trainer."""
+        """Evaluate on `test_dataset` with [`~PaCoGRPOTrainer.evaluate`]; return only metrics, as for a judge."""
         return PredictionOutput(None, None, self.evaluate(test_dataset, ignore_keys, metric_key_prefix))
 
     @property
@@ -773,9 +776,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """
         Save trained weights, card and images. Collective: call on all ranks.
 
-        With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints, while
-        `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the average
-        by name. `card_fields` are passed to `create_model_card`.
+        With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints,
+        while `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the
+        average by name. `card_fields` are passed to `create_model_card`.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         self._refuse_foreign(folder)

@@ -57,8 +57,8 @@ _HARMLESS_IN_ADAPTERS = (
     "runtime_config",
 )  # fmt: skip
 
-# Prefixes of what cannot change in a run: besides what the optimizer's state restores, which round a step belongs to, and
-# what is loaded
+# Prefixes of what cannot change in a run: besides what the optimizer's state restores, which round a step belongs to,
+# and what is loaded
 _FIXED = (*_OPTIMIZER_PREFIXES, "bf16", "fp16", "model_init_kwargs", "num_iterations", "quantization")
 
 
@@ -83,8 +83,8 @@ def describe_run(
     """
     Describe a run: first what a resumed run must share with its checkpoint, then what may change with a warning.
 
-    The former are the `dataset`, with all columns, the adapter, and the settings that cannot change in a run; the weights of
-    the model are added once they are loaded. The latter are all other settings, and `parts`.
+    The former are the `dataset`, with all columns, the adapter, and the settings that cannot change in a run; the
+    weights of the model are added once they are loaded. The latter are all other settings, and `parts`.
     """
     settings = compared_settings(args) | parts
     described = "none, all weights of the transformer are trained"

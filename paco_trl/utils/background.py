@@ -2,8 +2,8 @@
 """
 Calls in the background that the end of the process does not wait for.
 
-Python waits at its end for each thread of a `ThreadPoolExecutor`, and kills daemon threads, at worst within native code,
-which aborts the process. No public hook comes before: `atexit` runs its functions after the wait.
+Python waits at its end for each thread of a `ThreadPoolExecutor`, and kills daemon threads, at worst within native
+code, which aborts the process. No public hook comes before: `atexit` runs its functions after the wait.
 """
 
 import atexit

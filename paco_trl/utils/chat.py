@@ -37,7 +37,7 @@ class NoAnswerError(Exception):
 
 
 class ChatClient:
-    """Client of a model on an OpenAI-compatible server, with connections on an event loop of its own, for any thread."""
+    """Client of a model on an OpenAI-compatible server, connected on an event loop of its own, for any thread."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ChatClient:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Convert exceptions of openai's client to those of this module, with the report of the server or the network."""
+        """Convert exceptions of openai's client to those of this module, with the server's or the network's report."""
         import openai
 
         try:
@@ -191,7 +191,8 @@ class ChatEndpoint(ChatClient):
         timeout (`float`, *optional*, defaults to `120.0`):
             Maximum number of seconds without data during one request.
         max_retries (`int`, *optional*, defaults to `5`):
-            Maximum number of retries of a request, after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or as the server asks.
+            Maximum number of retries of a request, after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or as the server
+            asks.
 
     Example:
 
@@ -223,7 +224,7 @@ class ChatEndpoint(ChatClient):
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:
-        """Check that the server answers and has the model; otherwise, an `EndpointUnavailableError` lists its models."""
+        """Check that the server answers and has the model; otherwise an `EndpointUnavailableError` has its models."""
         try:
             self.run(self.find_model())
         except NoAnswerError as failure:

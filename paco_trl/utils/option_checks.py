@@ -117,8 +117,8 @@ def image_errors(
     whole: Collection[str] = (),
 ) -> Iterator[OptionError]:
     """
-    Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other; yield an error for each broken rule. Those
-    for the sizes of a round are [`size_errors`].
+    Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other; yield an error for each broken rule.
+    Those for the sizes of a round are [`size_errors`].
 
     `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
     """
@@ -263,7 +263,7 @@ def judge_errors(
 
 
 def check_panel_options(panel_template: str, panel_generation: str) -> None:
-    """Check that a template gives each panel a prompt of its own, and that there is this way to generate separate images."""
+    """Check that a template gives each panel a prompt of its own, and that there is this way to generate images."""
     try:  # a name, a format and a conversion; no name after the last field
         fields = {tuple(field) for _, *field in Formatter().parse(panel_template)} - {(None,) * 3}
     except ValueError:

@@ -51,7 +51,7 @@ class Family(ABC):
     """Whether the text encoder sees the source images. A prompt is then encoded once with each of them."""
 
     has_fixed_length: bool = True
-    """Whether all prompts are encoded to the same length. Only then can a micro-batch hold images of several prompts."""
+    """Whether all prompts are encoded to the same length. Only then can a micro-batch have several prompts."""
 
     max_batch_size: int | None = None
     """Maximum number of images in one call of the pipeline; `None` for any number."""
@@ -117,7 +117,7 @@ class Family(ABC):
 
     def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
         """
-        Return full names of linear layers that no prediction depends on, such as those of the text after the last block.
+        Return full names of linear layers that no prediction depends on, such as those of the last block's text.
 
         They get no adapter, whatever `LoraConfig.target_modules` says: it would have no gradient, which DDP waits for.
         """
@@ -126,7 +126,7 @@ class Family(ABC):
     # ---- Sizes and calls ----
 
     def size_multiple(self, pipeline) -> int:
-        """Return the number of pixels that heights and widths must be multiples of, else the pipeline resizes silently."""
+        """Return the pixels that height and width must be multiples of, else the pipeline resizes silently."""
         return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
 
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
@@ -158,14 +158,15 @@ class Family(ABC):
 
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:
         """
-        Resize a source image as the pipeline does for its VAE, times `scale` per side: 1 is exactly the pipeline's size.
+        Resize a source image as the pipeline does for its VAE, times `scale` per side: 1 is exactly the pipeline's
+        size.
 
         The pipeline must not resize the result again.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no source images.")
 
     def prepare_panel(self, pipeline, image: Image.Image) -> Image.Image:
-        """Return a generated image as the source of others: as [`prepare_image`] does, at its own size if it can be."""
+        """Return a generated image as the source of others: as [`prepare_image`] does, at its own size if possible."""
         return self.prepare_image(pipeline, image, 1.0)
 
     def image_pixels(self, pipeline, image: Image.Image) -> torch.Tensor:
