@@ -312,7 +312,7 @@ def test_all_weights_are_trained(examine):
     assert verdicts(rows) == HEALTHY
     number = re.search(r"in torch.float32: (\S+) parameters trained", rows["model and adapter"].finding)[1]
     assert int(number.replace(",", "")) > 10_000
-    shown = "".join(rows["memory"].table.columns[3]._cells)
+    shown = "".join(rows["memory"].table.columns[4]._cells)
     assert all(part in shown for part in ("trained weights", "average", "reference"))
 
 
@@ -403,7 +403,7 @@ class TestMemory:
         assert row.verdict == verdict
         assert ("`--vae_tiling`" in row.advice) == (verdict != "ok")
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
-        assert row.table.row_count == 7 + 4
+        assert row.table.row_count == 6 + 4
 
     def test_only_settings_that_can_save_memory_are_named(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         names = (
