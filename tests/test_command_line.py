@@ -90,6 +90,10 @@ class TestFiles:
     def test_a_value_that_fits(self, tmp_path, text, name, value):
         assert getattr(self.parse(tmp_path, text), name) == value
 
+    @pytest.mark.parametrize("word", ["-1e-4", "-1.5E3", "-.5", "-2."])
+    def test_a_negative_number(self, tmp_path, word):
+        assert self.parse(tmp_path, "height: 8", "--learning_rate", word).learning_rate == float(word)
+
     def test_an_error_says_that_it_is_in_the_file(self, tmp_path):
         for text in ("learning_rate: fast", "max_stepz: 3", "sde_steps: [1, b]"):
             with pytest.raises(ValueError, match="^In the file of `--config`: "):

@@ -14,6 +14,7 @@ import yaml
 from datasets import Dataset
 from huggingface_hub import is_offline_mode
 from peft import LoraConfig
+from PIL import Image
 from rich.console import Console
 from torch import nn
 
@@ -26,6 +27,7 @@ from paco_trl.commands.main import main
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
+from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.utils.errors import refuse
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
@@ -294,6 +296,7 @@ class TestFaults:
                 rows = {row.check: row for row in doctor.examine("grpo", arguments, Console(quiet=True))}
                 assert ("cannot be reached" not in rows["versions"].finding) == is_there
                 assert rows["data"].verdict == "ok" and rows["memory"].verdict == "failed"
+                assert is_there or "HF_HUB_OFFLINE` is set" not in rows["memory"].finding
                 assert not is_offline_mode()  # what the doctor found is not for what comes after it
                 asked, _ = len(hub.requests), hub.stop() if is_there else None
         assert asked > 1 and "Retrying" not in log.getvalue()
@@ -519,6 +522,23 @@ class TestMemory:
             assert row.verdict == "failed" and "is an image pipeline" in row.finding
         assert "Traceback" not in capsys.readouterr().err
 
+    def test_a_judge_that_is_an_adapter_of_an_image_pipeline(self, tiny_flux, tmp_path):
+        LoraConfig(r=4, base_model_name_or_path=str(tiny_flux)).save_pretrained(tmp_path)
+        with pytest.raises(OSError, match=f"is an adapter of the image pipeline '{tiny_flux}'"):
+            read_judge_config(str(tmp_path))
+
+    @pytest.mark.parametrize("completion, verdict", [("Yes.", "ok"), ("Maybe.", "failed"), (True, "failed")])
+    def test_the_pairs_of_a_judge(self, tiny_qwen, tmp_path, completion, verdict):
+        for name in "ab":
+            Image.new("RGB", (56, 56), "red").save(tmp_path / f"{name}.png")
+        row = {"images": ["a.png", "b.png"], "prompt": "Alike?", "completion": completion}
+        (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+        words = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+        words += ["--dataset_name", str(tmp_path / "pairs.jsonl"), "--device_memory", "24GiB", "--bf16", "False"]
+        rows = {row.check: row for row in doctor.examine("reward", words, Console(quiet=True))}
+        assert rows["pairs"].verdict == verdict and rows["memory"].verdict == "ok"
+        assert ("1 pairs" if verdict == "ok" else "ompletion") in rows["pairs"].finding
+
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu(self, make_arguments, tiny_qwen, is_planned):
@@ -561,9 +581,10 @@ class TestMemory:
         arguments += ["--dataset_name", "user/pairs", "--max_length", "128", "--use_cpu", "True", "--bf16", "False"]
         rows = doctor.examine("reward", [*arguments, "--device_memory", "24GiB"], Console(quiet=True))
         assert [(row.check, row.verdict) for row in rows] == [
-            ("versions", "ok"), ("configuration", "ok"), ("output directory", "ok"), ("hub", "ok"), ("memory", "ok"),
+            ("versions", "ok"), ("configuration", "ok"), ("output directory", "ok"), ("hub", "ok"), ("pairs", "skipped"),
+            ("memory", "ok"),
         ]  # fmt: skip
-        assert "Micro-batches of 8 at 128 tokens" in rows[-1].finding
+        assert "Micro-batches of 8 at 128 tokens, the longest pair" in rows[-1].finding
         (*_, row) = doctor.examine("reward", [*arguments, "--device_memory", "1MiB"], Console(quiet=True))
         assert row.verdict == "failed" and "`--load_in_4bit`" in row.advice
 

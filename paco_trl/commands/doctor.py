@@ -249,6 +249,19 @@ def check_data(state: DoctorState) -> str | list[Row]:
     return f"{finding} {plan}{schedule.describe_unused()}"
 
 
+def check_pairs(state: DoctorState) -> Row | str:
+    """Check the pairs of a judge, where they need no download."""
+    script_args = state.script_args
+    if not Path(script_args.dataset_name).expanduser().exists():
+        return Row(SKIPPED, f"'{script_args.dataset_name}' is on the Hub. `paco-trl reward` downloads and checks it.")
+    pairs = reward.load_pairs(script_args, state.args, script_args.dataset_split, script_args.dataset_files)
+    finding = f"{len(pairs)} pairs."
+    if script_args.eval_split is not None or script_args.eval_files is not None:
+        pairs = reward.load_pairs(script_args, state.args, script_args.eval_split, script_args.eval_files)
+        finding += f" Evaluation: {len(pairs)} pairs."
+    return finding
+
+
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
     return [None] * len(completions)
 
@@ -509,6 +522,8 @@ def check_reward_values(state: DoctorState) -> list[Row]:
 
 # ---- The command ----
 
+# Of a judge; the others have no pairs
+JUDGE_CHECKS = ("versions", "configuration", "output directory", "hub", "pairs", "memory")
 # Name -> check, and the checks that it requires
 CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "versions": (check_versions, ()),
@@ -516,6 +531,7 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
     "output directory": (check_output_folder, ("configuration",)),
     "hub": (check_hub, ("configuration",)),
     "data": (check_data, ("configuration",)),
+    "pairs": (check_pairs, ("configuration",)),
     "rewards": (check_rewards_load, ("configuration",)),
     "model and adapter": (check_model, ("data", "number of prompts", "rewards")),
     "prompt lengths": (check_prompt_lengths, ("data",)),
@@ -529,9 +545,8 @@ CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
 def examine(command: str, argv: list[str], console: Console) -> list[Row]:
     """Run all possible checks for the options of a training command."""
     rows: list[Row] = []
-    checks = CHECKS
-    if command == "reward":
-        checks = {name: CHECKS[name] for name in ("versions", "configuration", "output directory", "hub", "memory")}
+    names = JUDGE_CHECKS if command == "reward" else CHECKS.keys() - {"pairs"}
+    checks = {name: check for name, check in CHECKS.items() if name in names}
     with tempfile.TemporaryDirectory() as temporary_dir, ExitStack() as stack:
         stack.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
         state = DoctorState(parser_for(command), argv, temporary_dir)

@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -97,6 +98,8 @@ class CommandParser(argparse.ArgumentParser):
             else:
                 self.options_of[kind] = declared_options(kind)
         options = {name: option for part in self.options_of.values() for name, option in part.items()}
+        # argparse takes -1e-4 for an option: https://github.com/python/cpython/issues/105712 (Python 3.11 to 3.13)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
         self.nullable = {name for name, option in options.items() if option.get("nullable")}
         # What must be set, what usually is, the package's other options, and those of TRL and transformers
         titles = ("required", "usual options", "options", "options of TRL and transformers")

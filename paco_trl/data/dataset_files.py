@@ -364,8 +364,8 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed_folder))) for allowed_folder in [*folders, *caches]):
         raise ValueError(
-            f"the path {name!r} is absolute or leaves (by a link?) the dataset's directory. Move the images there, or pass "
-            "their real directory as `image_folder` if the loader has this option."
+            f"the path {name!r} leaves the dataset's directory {folders[0]} (by a link?). Move the images into it, or the "
+            "file of the dataset to the images."
         )
     return path
 

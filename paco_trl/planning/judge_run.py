@@ -74,7 +74,7 @@ class JudgeRun(JudgeNetwork):
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
         # Length of the longest pair
         self.num_tokens = min(judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf)
-        self.size = f"{self.num_tokens} tokens"
+        self.size = f"{self.num_tokens} tokens, the longest pair that `max_pixels` and `max_length` admit"
         self.settings = {
             "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
             "quantization": quantization, "num_processes": args.world_size,

@@ -564,12 +564,15 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
 
 def read_judge_config(model: str) -> PreTrainedConfig:
     """Return the config of a judge, or of an adapter's base model, or raise an error that names the model."""
+    base = model
     try:
-        return AutoConfig.from_pretrained(resolve_base_model(model, {})[0])
+        base = resolve_base_model(model, {})[0]
+        return AutoConfig.from_pretrained(base)
     except (OSError, ValueError) as error:  # whose message may not name the model
-        is_pipeline = os.path.isfile(os.path.join(model, "model_index.json"))
-        hint = " It is an image pipeline: pass a vision-language model." if is_pipeline else ""
-        raise OSError(f"The reward model '{model}' cannot be read.{hint} {error}") from error
+        if os.path.isfile(os.path.join(base, "model_index.json")):
+            what = "an image pipeline" if base == model else f"an adapter of the image pipeline '{base}'"
+            raise OSError(f"The reward model '{model}' is {what}. Pass a vision-language model.") from error
+        raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
 
 
 def _check_loading(model: str, info: dict) -> None:

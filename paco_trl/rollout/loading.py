@@ -172,8 +172,9 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
             ) from error
         reason = error.__context__
         if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
-            is_offline = isinstance(reason.__cause__, OfflineModeIsEnabled)
-            cause = "`HF_HUB_OFFLINE` is set" if is_offline else reason.__cause__
+            cause = reason.__cause__
+            if isinstance(cause, OfflineModeIsEnabled):  # which the doctor sets where there is no connection
+                cause = "`HF_HUB_OFFLINE` is set" if os.environ.get("HF_HUB_OFFLINE") else "no connection"
             raise ConnectionError(
                 f"The Hub cannot be reached for the model {model} ({cause}), which is not in the cache. Pass a directory, or "
                 "download it once: the cache needs no network then, and with `HF_HUB_OFFLINE=1` no waiting."

@@ -456,7 +456,8 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        self.report_to = self.report_to or "none"
+        if self.report_to is None:
+            self.report_to = "none"
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
         if self.reward_required is not None:

@@ -107,7 +107,8 @@ class PaCoRewardConfig(SFTConfig):
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
         errors = judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self)))
         refuse([*errors, *choice_errors(self, self.choices)])
-        self.report_to = self.report_to or "none"
+        if self.report_to is None:
+            self.report_to = "none"
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0
         if self.dataloader_num_workers and self.dataloader_multiprocessing_context is None:
