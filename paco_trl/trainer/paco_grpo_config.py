@@ -456,7 +456,7 @@ class PaCoGRPOConfig(GRPOConfig):
         refuse([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
-        if self.report_to is None:
+        if self.report_to is None:  # type: ignore[has-type]
             self.report_to = "none"
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)

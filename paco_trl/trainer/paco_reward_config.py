@@ -107,7 +107,7 @@ class PaCoRewardConfig(SFTConfig):
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
         errors = judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self)))
         refuse([*errors, *choice_errors(self, self.choices)])
-        if self.report_to is None:
+        if self.report_to is None:  # type: ignore[has-type]
             self.report_to = "none"
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.cuda.is_available() and not self.use_cpu else 0

@@ -60,7 +60,7 @@ MUTANTS = [
     (P + "data/edit_prompts.py", 'list_lengths(dataset, "images") <= max_images', 'list_lengths(dataset, "images") < max_images', "tests/test_edit_prompts.py"),
     (P + "data/rankings.py", "all(type(index) is int for index in ranking)", "all(isinstance(index, int) for index in ranking)", "tests/test_rankings.py"),
     (P + "rollout/lora_files.py", "for name, rank in ranks.items() if rank != r}", "for name, rank in ranks.items() if rank > r}", "tests/test_lora_files.py"),
-    (P + "trainer/paco_nft_config.py", "else self.num_inference_steps - 1", "else self.num_inference_steps", "tests/test_paco_nft_trainer.py tests/test_config.py"),
+    (P + "utils/round_sizes.py", "num_noise_levels or options.num_inference_steps - 1", "num_noise_levels or options.num_inference_steps", "tests/test_paco_nft_trainer.py tests/test_config.py"),
     (P + "rewards/judge.py", "sum(pair_scores) / 2 for pair_scores", "pair_scores[0] for pair_scores", "tests/test_paco_reward.py tests/test_served_judge.py"),
     (P + "checkpointing/weights.py", "(parameters[name] if m is None else m).detach()", "parameters[name].detach()", "tests/test_ema.py tests/test_checkpoints.py"),
     (P + "data/t2is.py", '"height": _PANEL_SIDE * rows, "width": _PANEL_SIDE * cols', '"height": _PANEL_SIDE * cols, "width": _PANEL_SIDE * rows', "tests/test_t2is_bench.py tests/test_data.py"),
