@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -144,7 +145,7 @@ def compare_judge(folder: Path, num_tokens: int = 64) -> dict:
     model = tiny_models.build_tiny_qwen2_5_vl(folder / "judge")
     peft_config = complete_peft_config(LoraConfig(r=4), str(model), None, False)
     args, found = PaCoRewardConfig(str(folder), bf16=True, use_cpu=True), {}
-    judge = plan_memory(str(model), args, peft_config=peft_config).run
+    judge: Any = plan_memory(str(model), args, peft_config=peft_config).run
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.bfloat16).requires_grad_(False)
     trained = get_peft_model(network, peft_config).train()
     for checkpointing in (False, True):
@@ -181,11 +182,12 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
             per_device_train_batch_size=1, num_inference_steps=10, vae_tiling=True, **MODELS[name],
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
-        calls = plan.run.transformer_calls(1)
-        fake_weights(plan.run.model, plan.run.mode)
-        with plan.run.mode, plan.run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run: Any = plan.run
+        calls = run.transformer_calls(1)
+        fake_weights(run.model, run.mode)
+        with run.mode, run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             for call in calls:
-                plan.run.model(**call)
+                run.model(**call)
         for quantization in (None, "int8", "nf4"):
             for checkpointing in (True, False):
                 base = replace(plan, quantization=quantization, gradient_checkpointing=checkpointing)
