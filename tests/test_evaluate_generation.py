@@ -355,7 +355,7 @@ class TestGEdit:
         (["generate", "--benchmark", "stories", "--dataset_split", "train"], "--dataset_split"),
         (["score", "--judges", "a", "--judge_url", "http://a:1/v1", "--api_key_variable", "NO_SUCH"], "NO_SUCH"),
         (["score", "--judges", "a", "--judge_url", "http://a:1/v1 http://b:1/v1"], "--data-parallel-size"),
-        (["generate", "--set_layout", "separate", "--model_name_or_path", "nowhere"], "height and width"),
+        (["generate", "--set_layout", "separate", "--model_name_or_path", "a/nowhere"], "height and width"),
         (["report", "--card", "adapter"], "tuned system"),
     ],
 )

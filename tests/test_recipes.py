@@ -307,10 +307,10 @@ LORA, ROUND = "lora_r lora_alpha lora_target_modules", "num_prompts_per_generati
 TYPED = {
     "--rewards my_rewards.py:bright": (
         {"rewards": ["my_rewards.py:bright"], "reward_weights": None},
-        "reward_weights",
+        "rewards reward_weights",
     ),
     "--rewards a.py=2 paco_trl.rewards.redness_reward": ({"reward_weights": [2.0, 1.0]}, ""),
-    "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "reward_weights"),
+    "--rewards clip_t": ({"rewards": ["clip_t"], "reward_weights": None}, "rewards reward_weights"),
     "--adapter {adapter}": (dict.fromkeys(["lora_r", "lora_alpha", "lora_target_modules"]), LORA),
     "--lora_r 8": ({"lora_r": 8, "lora_alpha": None}, "lora_alpha"),
     "--use_peft False": (dict.fromkeys(["lora_r", "quantization"]), f"{LORA} quantization"),
