@@ -323,8 +323,13 @@ class RatioStatistics(StepStatistics):
         if not columns["deviation"].max().item() <= self.tolerance:  # NaN, too
             raise RuntimeError(self._describe_deviation(columns))
 
-    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
-        """Return the means; warn on policy of a ratio further from 1 than the tolerance or a tenth of `epsilon`."""
+    def finish(self, global_step: int, is_on_policy: bool, is_early: bool = False) -> dict[str, float]:
+        """
+        Return the means.
+
+        On policy, a ratio further from 1 than `ratio_tolerance` is an error in an early round, and later a warning, as
+        is one further than a tenth of `epsilon`.
+        """
         columns = self.gather()
         is_finite = torch.isfinite(torch.stack([*columns.values()], dim=1)).all(dim=1)
         if not is_finite.all():
@@ -334,8 +339,10 @@ class RatioStatistics(StepStatistics):
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
         index, deviation = columns["index"], columns["deviation"]
-        is_large = deviation.max().item() > min(self.tolerance, self.args.epsilon / 10)
-        if is_on_policy and is_large and not self._has_warned:
+        worst = deviation.max().item()
+        if is_on_policy and is_early and worst > self.tolerance:
+            raise RuntimeError(self._describe_deviation(columns))
+        if is_on_policy and worst > min(self.tolerance, self.args.epsilon / 10) and not self._has_warned:
             self._has_warned = True
             if self.accelerator.is_main_process:
                 logger.warning(f"Optimizer step {global_step}: {self._describe_deviation(columns)}")

@@ -163,9 +163,9 @@ class PaCoGRPOTrainer(RoundTrainer):
         global_step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
         self.statistics.add_ratio(step, ratio, metrics, weights)
         is_complete = len(self.statistics.micro_steps) % num_trained == 0  # an image's steps
-        # A new adapter is zero: what differs in it shows in the next round
-        is_early = global_step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-        if self.is_on_policy and is_early and is_complete:
+        if self.is_on_policy and global_step == self._initial_global_step and is_complete:
             self.statistics.check_ratio(num_trained)  # image by image, without waiting for the whole step
         if self.accelerator.sync_gradients:
-            self._step_metrics = self.statistics.finish(global_step, self.is_on_policy)
+            # A new adapter is zero: what differs in it shows in the next round. Later the host waits once a step
+            is_early = global_step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
+            self._step_metrics = self.statistics.finish(global_step, self.is_on_policy, is_early)
