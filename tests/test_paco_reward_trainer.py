@@ -625,6 +625,23 @@ def test_an_evaluation_needs_pairs(make_reward_trainer):
             make_reward_trainer(NOWHERE, **settings)
 
 
+@pytest.mark.parametrize("strategy", ["no", "steps", "epoch"])
+@pytest.mark.parametrize("max_steps", [-1, 1])  # an epoch has two
+def test_the_last_step_is_evaluated_once(make_reward_trainer, strategy, max_steps):
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "max_steps": max_steps, "eval_steps": 1}
+    trainer = make_reward_trainer(
+        train_dataset=mixed(4),
+        eval_dataset=mixed(2),
+        eval_strategy=strategy,
+        gradient_accumulation_steps=1,
+        **settings,
+    )
+    trainer.train()
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    last = 2 if max_steps == -1 else 1
+    assert evaluated == ([1, 2][:last] if strategy == "steps" else [last])
+
+
 class TestMetrics:
     @pytest.mark.parametrize("accumulation", [1, 3])
     def test_of_training_are_those_of_the_full_logits(self, make_reward_trainer, continued, reference, accumulation):

@@ -24,6 +24,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
@@ -352,8 +353,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
 
     def _evaluate_last_step(self) -> None:
-        # Before the end of training, while the trackers still run
-        if self.eval_dataset is not None and self.state.global_step >= self.state.max_steps:
+        # Before the end of training, while the trackers still run; by epochs, Trainer itself evaluates then
+        is_last = self.state.global_step >= self.state.max_steps
+        if self.eval_dataset is not None and is_last and self.args.eval_strategy != IntervalStrategy.EPOCH:
             self.control.should_evaluate = True
 
     def _inner_model(self) -> PreTrainedModel:
