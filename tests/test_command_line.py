@@ -32,7 +32,8 @@ from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
-from paco_trl.utils.errors import OptionError, refuse
+from paco_trl.utils import errors
+from paco_trl.utils.errors import OptionError, is_message_enough, refuse
 from paco_trl.utils.text import number_text
 
 
@@ -468,6 +469,27 @@ class TestErrors:
                 refuse([error, OptionError(*error.args), OptionError("`d` is 2.", "d")])
             assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in main.as_typed(refused.value)
             assert expected in main.as_typed(refused.value)
+
+    @pytest.mark.parametrize(
+        ("line", "is_ours"),
+        [
+            ("raise ValueError('no such file')", True),
+            ("raise ValueError(f'no file {dict()[1]}')", False),  # the message itself fails
+            ("raise ValueError(\n        'no file'\n    ) from None", True),
+            ("{}[1]", False),
+        ],
+    )
+    def test_an_error_is_ours_if_a_raise_of_the_package_made_it(self, tmp_path, monkeypatch, line, is_ours):
+        monkeypatch.delenv("PACO_TRL_TRACEBACK", raising=False)
+        path = tmp_path / "module.py"
+        path.write_text(f"def run():\n    {line}\n")
+        scope: dict = {}
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+        with pytest.raises((ValueError, KeyError)) as raised:
+            scope["run"]()
+        assert not is_message_enough(raised.value)  # it is of no module of the package
+        monkeypatch.setattr(errors, "_PACKAGE", f"{tmp_path}{os.sep}")
+        assert is_message_enough(raised.value) == is_ours
 
     @pytest.mark.parametrize("is_asked", [False, True])
     def test_our_errors_are_a_line_and_bugs_have_a_traceback(self, capsys, monkeypatch, is_asked):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in options, and which errors need only their message and which a traceback."""
 
+import linecache
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -83,4 +84,8 @@ def _wants_traceback() -> bool:
 def _is_raised_here(error: BaseException) -> bool:
     """Tell whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_PACKAGE) and (frames[-1].line or "").startswith("raise ")
+    if not frames or not frames[-1].filename.startswith(_PACKAGE):
+        return False
+    # From the column on: the message of a `raise` may fail too
+    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0)
+    return line[frames[-1].colno :].startswith("raise ")
