@@ -263,8 +263,14 @@ class TestValues:
         """Its type is `int | None`, and in TRL None means `num_generations`."""
         assert make_config(num_generations_eval=None).num_generations_eval == 16
 
-    def test_the_trackers_are_those_of_transformers(self):
-        assert option_checks._TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
+    @pytest.mark.parametrize("name", INTEGRATION_TO_CALLBACK)
+    def test_a_tracker_of_transformers_is_installed_or_named_with_its_package(self, tmp_path, name, monkeypatch):
+        monkeypatch.setattr(option_checks, "find_spec", lambda package: package == "tensorboardX" or None)
+        if name in ("azure_ml", "kubeflow", "tensorboard"):
+            assert PaCoGRPOConfig(str(tmp_path), use_cpu=True, report_to=[name]).report_to == [name]
+        else:
+            with pytest.raises(ValueError, match=f"{name} is not installed: `pip install "):
+                PaCoGRPOConfig(str(tmp_path), use_cpu=True, report_to=[name])
 
 
 class TestRound:

@@ -128,7 +128,7 @@ def count_operations(run: Any) -> dict[str, Any]:
     attention = 4 * sum(tokens) ** 2 * width
     return {
         "image tokens, text tokens": tokens,
-        "forwards of a step": sum(len(each["hidden_states"]) for each in calls),
+        "forwards of a step": sum(len(arguments["hidden_states"]) for arguments in calls),
         "TFLOP, counted": round(counter.get_total_flops() / len(call["hidden_states"]) / 1e12, 3),
         "TFLOP, by arithmetic": round(blocks * (layers + attention) / 1e12, 3),
     }

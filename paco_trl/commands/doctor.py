@@ -254,12 +254,8 @@ def check_pairs(state: DoctorState) -> Row | str:
     script_args = state.script_args
     if not Path(script_args.dataset_name).expanduser().exists():
         return Row(SKIPPED, f"'{script_args.dataset_name}' is on the Hub. `paco-trl reward` downloads and checks it.")
-    pairs = reward.load_pairs(script_args, state.args, script_args.dataset_split, script_args.dataset_files)
-    finding = f"{len(pairs)} pairs."
-    if script_args.eval_split is not None or script_args.eval_files is not None:
-        pairs = reward.load_pairs(script_args, state.args, script_args.eval_split, script_args.eval_files)
-        finding += f" Evaluation: {len(pairs)} pairs."
-    return finding
+    pairs, eval_pairs = reward.load_datasets(script_args, state.args)
+    return f"{len(pairs)} pairs." + ("" if eval_pairs is None else f" Evaluation: {len(eval_pairs)} pairs.")
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:
@@ -423,7 +419,11 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
             verdict = verdict if verdict == FAILED else WARNING
             advice += " Host memory is short: fewer processes, no `offload` options, or `embeddings_dir`."
     if plan.mapped_peak:
-        lines.append(f"Besides, {format_size(plan.mapped_peak)} are mapped from files, which the system can drop.")
+        dtype = "bfloat16" if plan.run.args.bf16 else "float32"
+        lines.append(
+            f"Besides, {format_size(plan.mapped_peak)} are mapped from files, which the system can drop, if these are in "
+            f"{dtype}; other files are converted, and need as much host memory."
+        )
     return Row(verdict, "\n".join(lines), advice.strip(), table=plan.table())
 
 

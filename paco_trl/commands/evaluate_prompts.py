@@ -101,7 +101,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         rows.measure(pipeline, family_of(pipeline))
     leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
     for leak in filter(None, leaks):
-        logger.warning(f"{leak} Hold some out of the training, as by `--dataset_split`.")
+        logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
     check_judged(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
     rewards.check_group_size(args.num_generations, "num_generations")
@@ -178,12 +178,10 @@ def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
     """Find an evaluation prompt that a trained model saw: the first of its training, by its record."""
     prompt = spec.card.prompt if spec.card else None
     first = prompt[0] if isinstance(prompt, list) else prompt
-    row = next((each.row_number for each in rows.image_prompts if each.prompt == first), None)
+    row = next((image.row_number for image in rows.image_prompts if image.prompt == first), None)
     if row is None:
         return None
-    return (
-        f"{public_name(spec.name)} was trained on these prompts, at least on row {row}: it may only be better on them."
-    )
+    return f"{public_name(spec.name)} was trained on these prompts, at least on row {row}: it may be better on these alone."
 
 
 def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:

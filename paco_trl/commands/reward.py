@@ -90,6 +90,16 @@ def load_pairs(
     return validate_pairs(dataset, training_args.dataset_num_proc, script_args.skip_broken)
 
 
+def load_datasets(
+    script_args: ScriptArguments, training_args: "PaCoRewardConfig"
+) -> tuple["Dataset", "Dataset | None"]:
+    """Load the pairs for training and, if there are any, for evaluation."""
+    train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
+    if script_args.eval_split is None and script_args.eval_files is None:
+        return train_dataset, None
+    return train_dataset, load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
+
+
 def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[OptionError]:
     """Yield errors of contradictory options, and of options for other data."""
     yield from check_names(script_args)
@@ -121,16 +131,13 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
     from ..utils.locks import take_lock
 
     check_start(training_args, JUDGE_ADAPTER)
-    eval_dataset = None
     # The first process downloads, unpacks and decodes, and the others find its caches. They wait for a lock, because a
     # collective (`main_process_first`) would end after `ddp_timeout`.
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     lock = FileLock(cache / f"paco_trl_{digest(script_args.dataset_name)[:16]}.lock")
     take_lock(lock, "pairs", cache, timeout=-1)
     try:
-        train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
-        if script_args.eval_split is not None or script_args.eval_files is not None:
-            eval_dataset = load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
+        train_dataset, eval_dataset = load_datasets(script_args, training_args)
         train_dataset = swap_pairs(train_dataset) if script_args.swap else train_dataset
     finally:
         lock.release()

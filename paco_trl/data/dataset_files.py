@@ -364,8 +364,8 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed_folder))) for allowed_folder in [*folders, *caches]):
         raise ValueError(
-            f"the path {name!r} leaves the dataset's directory {folders[0]} (by a link?). Move the images into it, or the "
-            "file of the dataset to the images."
+            f"the path {name!r} leaves the dataset's directory {folders[0]} (by a link?). Move the images into it, or move "
+            "the dataset's file next to the images."
         )
     return path
 

@@ -139,7 +139,7 @@ def check_pair_texts(prompt: Any, completion: Any) -> None:
     """Check the question and the answer of a pair."""
     roles = _roles(prompt)
     if isinstance(prompt, str) and not isinstance(completion, str):
-        raise ValueError(f"The completion is {completion!r}, but must be a text that begins with Yes or No.")
+        raise ValueError(f"The completion is {shorten(completion)}, but must be a text that begins with Yes or No.")
     if roles not in (["user"], ["system", "user"]):
         raise ValueError(
             f"The prompt is {shorten(prompt)}, but must be one user turn, optionally after a system turn."

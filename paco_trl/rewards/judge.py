@@ -62,7 +62,7 @@ class JudgeUnavailableError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or the reason why not (`NO_SCORE`)."""
+    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none (`NO_SCORE`)."""
 
     score: Any  # or the log-probabilities of tokens, from `_read_tokens`
     reason: str | None = None

@@ -374,7 +374,7 @@ class PaCoReward:
         return [None if mass < least_mass else score for score, mass in zip(scores, masses, strict=True)]
 
     def _masses(self, logits: torch.Tensor, ids: list[int] | torch.Tensor, answers: str) -> list[float]:
-        """Return the total probability of some tokens in each row of logits `(B, V)`; record why it is too small."""
+        """Return the total probability of some tokens in each row of logits `(B, V)`; record a reason if it is small."""
         masses = logits.float().softmax(dim=-1)[:, ids].sum(dim=-1).tolist()
         for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
             if mass < LEAST_MASS:
@@ -548,7 +548,7 @@ def scales_logits(config: PreTrainedConfig) -> str | None:
 
 
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """Return the base model of an adapter, or the model itself, its loading arguments, and if it is an adapter."""
+    """Return the base model of an adapter, or the model itself, its loading arguments, and whether it is one."""
     check_model_name(model)
     hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:

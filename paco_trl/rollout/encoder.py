@@ -80,7 +80,9 @@ class PromptEncoder:
         self.family = family
         self.accelerator = accelerator
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
-        self._is_hidden = not accelerator.is_main_process or None  # bars; `None` hides them without a terminal
+        self._is_hidden = (
+            not accelerator.is_main_process or None
+        )  # whether bars are hidden; `None` hides them without a terminal
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
         self._reported: set[str] = set()  # kinds of truncation
         self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()

@@ -203,7 +203,7 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
 def load_without_weights(
     model: str, dtypes: dict[str, torch.dtype], encodes: bool = True, **model_init_kwargs: Any
 ) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device; text encoders if `encodes`."""
+    """Load a pipeline whose models are built from their configs, on the meta device; `encodes`: with text encoders."""
     parts: dict[str, Any] = {}
     hub_kwargs = hub_arguments(model_init_kwargs)
     for name, entry in read_index(model, model_init_kwargs).items():

@@ -186,7 +186,7 @@ class Policy:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
 
     def predict(self, model: nn.Module, step: TransformerStep, detach_unconditional: bool = False) -> torch.Tensor:
-        """Compute the velocity `(B, ...)` that a model predicts in a step; see [`predict`]."""
+        """Compute the velocity `(B, ...)` that a model predicts in a step, as [`~paco_trl.rollout.predict`] does."""
         return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
 
 

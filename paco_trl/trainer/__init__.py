@@ -8,8 +8,8 @@ from ..utils.lazy import lazy_imports
 
 if TYPE_CHECKING:
     from .first_token_loss import first_token_weighted_loss
-    from .losses import PolicyStep
+    from .losses import PolicyLoss, PolicyStep
 
-__all__ = ["PolicyStep", "first_token_weighted_loss"]
+__all__ = ["PolicyLoss", "PolicyStep", "first_token_weighted_loss"]
 
 __getattr__, __dir__ = lazy_imports(__name__, __file__)

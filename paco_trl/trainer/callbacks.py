@@ -21,7 +21,7 @@ from .round_schedule import TrainingRound
 
 
 class AverageCallback(TrainerCallback):
-    """Average the trained weights (`ema_decay`) from the start of `train()`. Evaluations and files use them."""
+    """Average the trained weights (`ema_decay`) from the start of `train()`, for evaluations and saved files."""
 
     file = EMA_WEIGHTS  # file name in a checkpoint
 

@@ -139,7 +139,7 @@ class PaCoGRPOTrainer(RoundTrainer):
                 Advantages of the images.
 
         Returns:
-            [`~paco_trl.trainer.losses.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
+            [`~paco_trl.trainer.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
             the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the
             ratio that must be 1 before an update.
         """

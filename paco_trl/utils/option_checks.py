@@ -97,10 +97,8 @@ _REWARD_RANGES: Ranges = (
         "at least 1",
     ),
 )
-# Trackers of transformers -> packages, of which one must be installed
-_TRACKERS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "mlflow", "neptune")},
-    **{name: (name,) for name in ("swanlab", "trackio", "wandb")},
+# Trackers whose packages have other names -> these, of which one must be installed; for the last two there is none
+_TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": (), "kubeflow": (),
 }  # fmt: skip
 # An infinite one limits nothing
@@ -369,11 +367,14 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         raise OSError(NOT_ON_WINDOWS)
     trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
     for name in {*trackers} - {None, "all", "none"}:
-        message, packages = f"`report_to` has {name!r}", _TRACKERS.get(name)
-        if packages is None:
-            yield OptionError(f"{message}, but must be of {', '.join(_TRACKERS)}, 'all' or 'none'.", "report_to")
-        elif packages and not any(map(find_spec, packages)):
-            yield OptionError(f"{message}, but {name} is not installed: `pip install {packages[0]}`.", "report_to")
+        packages = _TRACKER_PACKAGES.get(name, (name,))
+        if packages and not any(package.isidentifier() and find_spec(package) for package in packages):
+            from transformers.integrations import INTEGRATION_TO_CALLBACK as KNOWN  # a slow import
+
+            reason = f"but {name} is not installed: `pip install {packages[0]}`."
+            if name not in KNOWN:
+                reason = f"but must be of {', '.join(KNOWN)}, 'all' or 'none'."
+            yield OptionError(f"`report_to` has {name!r}, {reason}", "report_to")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."

@@ -62,7 +62,7 @@ class FluxKontextFamily(FluxFamily):
 
 
 def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]:
-    """Return the width and height among Kontext's training sizes with the closest aspect ratio, as its pipeline."""
+    """Return the training size of Kontext with the closest aspect ratio, width and height, as its pipeline does."""
     from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 
     # The pipeline rounds the source down first, which can change the closest size
