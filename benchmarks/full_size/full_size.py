@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from build_model import build_model
+from float32 import fast_products, has_bfloat16_instructions
 from full_size_judge import JUDGE, build_judge, rehearse_judge
 from paco_trl.commands import main as commands
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
@@ -92,8 +93,9 @@ def train(words: list[str], report: Path) -> None:
         write_atomically(report, json.dumps(phases.found), durable=False)  # after which the process may be killed
 
     RoundTrainer._save_checkpoint = save_and_write  # type: ignore[method-assign]
-    if code := commands.main(words):
-        raise SystemExit(code)
+    with fast_products():
+        if code := commands.main(words):
+            raise SystemExit(code)
     report.write_text(json.dumps(phases.found), encoding="utf-8")
 
 
@@ -149,10 +151,11 @@ def load(model: Path, adapter: Path, report: Path) -> None:
             pipeline.transformer = adapted.to(torch.bfloat16)
         family = family_of(pipeline)
         sources = [Image.new("RGB", (128, 128))] if family.max_images else []
-        image = pipeline(
-            prompt="A red fox.", num_inference_steps=1, output_type="latent", generator=torch.Generator().manual_seed(0),
-            **family.call_arguments(64, 64, 4.0, sources),
-        ).images  # fmt: skip
+        with fast_products():
+            image = pipeline(
+                prompt="A red fox.", num_inference_steps=1, output_type="latent",
+                generator=torch.Generator().manual_seed(0), **family.call_arguments(64, 64, 4.0, sources),
+            ).images  # fmt: skip
         latents.append(image.float())
         del pipeline
     by_diffusers, by_peft, base = latents
@@ -254,6 +257,7 @@ def main() -> None:
                 configs["transformer"]["num_single_layers"] = 2 * args.blocks  # as published
         report = rehearse(args.recipe, build_model(model, path, args.tokenizers, configs), runs, options)
         report["blocks"] = args.blocks
+    report["products of bfloat16"] = "bfloat16" if has_bfloat16_instructions() else "float32"
     output = args.output or Path(__file__).with_name(f"{args.recipe}.json")
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{output} has the report.")

@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from build_model import copy_tokenizer, write_weights
+from float32 import fast_products
 from paco_trl import PaCoReward
 from paco_trl.commands import main as commands
 from paco_trl.data import make_pair, theme_question
@@ -150,8 +151,9 @@ def train(words: list[str], report: Path) -> None:
     PaCoRewardTrainer.__init__ = phases.of("load", PaCoRewardTrainer.__init__)  # type: ignore[method-assign]
     PaCoRewardTrainer.training_step = phases.of("train", PaCoRewardTrainer.training_step)  # type: ignore[method-assign]
     phases.watch()
-    if code := commands.main(words):
-        raise SystemExit(code)
+    with fast_products():
+        if code := commands.main(words):
+            raise SystemExit(code)
     report.write_text(json.dumps(phases.found), encoding="utf-8")
 
 
@@ -297,6 +299,7 @@ if __name__ == "__main__":
     elif part == "plan":
         plan(rest[1:], Path(rest[0]))
     elif part == "score":
-        score(Path(rest[0]), Path(rest[1]))
+        with fast_products():
+            score(Path(rest[0]), Path(rest[1]))
     else:
         serve(Path(rest[0]), rest[1], Path(rest[2]))
