@@ -348,7 +348,8 @@ def test_rewards_of_the_evaluation(examine, monkeypatch):
     monkeypatch.setattr(script_arguments, "load_reward", load_counted)
     monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
     rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
-    assert verdicts(rows) == healthy() | {"evaluation reward judge": "ok", "evaluation reward unable": "failed"}
+    expected = {"evaluation reward judge": "ok", "evaluation reward unable": "failed", "model and adapter": "warning"}
+    assert verdicts(rows) == healthy() | expected and "also trained on" in rows["model and adapter"].advice
     assert "Evaluation: redness_reward, judge, unable." in rows["rewards"].finding
     assert loaded == ["redness", "panel_similarity", "judge", "unable"]
 

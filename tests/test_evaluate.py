@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
@@ -20,7 +21,9 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import gather_weights, local_weights
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
 from paco_trl.rewards import panel_similarity_reward, redness_reward
+from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.sde import keyed_generator
+from paco_trl.trainer.checks import warn_of_trained_rows
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 from paco_trl.utils.processes import end_training
 from testing_utils import LORA, SMALL_RUN, are_equal, count_images, jsonl, square_prompts, weights_of
@@ -258,6 +261,22 @@ class TestMetrics:
         expected = np.mean([grid_artifact_score(Image.fromarray(i.astype(np.uint8)), 4, 2, 2) for i in images])
         assert plain["eval_grid_artifact"] == pytest.approx(expected)
         assert plain["eval_grid_artifact_ci_low"] <= expected <= plain["eval_grid_artifact_ci_high"]
+
+
+@pytest.mark.parametrize("rows, said", [(range(6, 9), "2 of 3 rows of the dataset 'evaluation'"), (range(8, 9), None)])
+def test_rows_that_are_trained_on_are_counted(make_trainer, prompts, caplog, rows, said):
+    make_trainer(train_dataset=prompts.select(range(8)), eval_dataset=prompts.select(rows))
+    assert caplog.text.count("are also trained on") == (said is not None) and (said or "") in caplog.text
+
+
+@pytest.mark.parametrize("color, is_trained_on", [("red", True), ("blue", False)])
+def test_an_edit_of_another_source_is_not_trained_on(caplog, color, is_trained_on):
+    def rows(where: str, color: str) -> PromptRows:
+        dataset = Dataset.from_list([{"prompt": "Make it snow.", "image": Image.new("RGB", (32, 32), color)}])
+        return PromptRows(dataset, PaCoGRPOConfig("out", use_cpu=True, bf16=False), where)
+
+    warn_of_trained_rows(rows("the dataset", "red"), [rows("the other", color)])
+    assert ("1 of 1 rows of the other" in caplog.text) == is_trained_on
 
 
 class TestBaseline:

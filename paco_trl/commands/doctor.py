@@ -47,6 +47,7 @@ from ..trainer.checks import (
     offload_models,
     read_eval_rows,
     read_train_rows,
+    warn_of_trained_rows,
 )
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
@@ -230,6 +231,8 @@ def check_data(state: DoctorState) -> str | list[Row]:
     else:
         rows.append(PromptRows(state.eval_dataset, args, "the evaluation dataset"))
     check_panels_used(args, *rows)
+    if state.skips:  # in place of the trainer, which would warn
+        warn_of_trained_rows(rows[0], rows[1:])
     state.rows, findings = rows, []
     for split in rows:
         images = f" of {len(split.image_prompts)} images" if split.has_separate else ""

@@ -2,7 +2,7 @@
 """Checks of the data, and of the data against the model that is trained on them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from datasets import Dataset
@@ -78,6 +78,24 @@ def read_eval_rows(
         rows.append(PromptRows(dataset, args, f"the dataset '{name}'"))
         check_columns(rewards.functions, rows[-1].dataset, f"the dataset '{name}'")
     return rows
+
+
+def warn_of_trained_rows(train_rows: PromptRows, eval_rows: Sequence[PromptRows]) -> None:
+    """Warn of evaluation prompts that are also trained on, which do not show whether others get better."""
+    for rows in eval_rows:
+        prompts = {*train_rows.prompts} & {*rows.prompts}
+        trained_on = {*_conditions(train_rows, prompts)}
+        if count := sum(condition in trained_on for condition in _conditions(rows, prompts)):
+            logger.warning(
+                f"{count} of {len(rows)} rows of {rows.where} are also trained on, and do not show whether other prompts get "
+                "better. Hold rows out: train on the split `train[:90%]`, and evaluate on `train[90%:]`."
+            )
+
+
+def _conditions(rows: PromptRows, prompts: Set[str]) -> Iterator[tuple]:
+    """Return what the images of rows with these prompts are generated from."""
+    for row_number in [n for n, prompt in enumerate(rows.prompts) if prompt in prompts]:
+        yield rows.prompts[row_number], *(images.digests(row_number) for images in rows.image_columns)
 
 
 def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:

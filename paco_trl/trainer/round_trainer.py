@@ -83,6 +83,7 @@ from .checks import (
     offload_models,
     read_eval_rows,
     read_train_rows,
+    warn_of_trained_rows,
 )
 from .config_utils import copy_config
 from .console import use_console
@@ -168,6 +169,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.round_plan = args.round_plan
         eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
+        warn_of_trained_rows(self.train_rows, eval_rows)
         self.schedule = RoundSchedule(args, self.train_rows.lengths)
         self._open_run(args, model, adapter, family)
         reward_models = offload_models(args, self.rewards, self.eval_rewards)
