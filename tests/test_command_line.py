@@ -232,6 +232,8 @@ class TestOptions:
             (["--output_dir", "a.yaml", *DATA], "a file"),
             (["--seed", "-1", *DATA], "`--seed`"),
             (["--lora_rank", "8", *DATA], "Did you mean `--lora_r`?"),
+            (["--lora_dropout", "0.1", *DATA], "no option `--lora_dropout`. See"),  # not `--lora_r`
+            (["--dataset_name", str(demo_prompts_path()), "--rewards", "no.py"], "no file 'no.py' of a reward. Check"),
             ([*DATA, "--resume_from_checkpoint"], "`--resume_from_checkpoint auto`"),
             (["--model_init_kwargs", "{revision: 5}", *DATA], "`--model_init_kwargs`"),
             (["--model_init_kwargs", "[1]", *DATA], "by name"),
@@ -522,7 +524,8 @@ class TestErrors:
             assert main.answer("grpo", run) == 1
             said = capsys.readouterr().err
             assert said.startswith("paco-trl grpo: ") and said.count("\n") == 1
-            assert token in said and ("PACO_TRL_TRACEBACK=1" in said) == (not token.startswith(("--", "'flux")))
+            # A traceback helps where another library raised
+            assert token in said and ("PACO_TRL_TRACEBACK=1" in said) == (token in ("missing.txt", "No space left"))
         # A library's, or a slip of ours, which no `raise` stands behind
         bugs: list[Callable] = [
             lambda: fail(ValueError("too many values")),
@@ -633,6 +636,13 @@ def test_other_systems(capsys, monkeypatch):
         PaCoGRPOConfig("out")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main.main(["--version"]) == 0 and "Linux" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command, advice", [("grop", "Did you mean `grpo`?"), ("xyz", "one of: grpo, nft, reward")])
+def test_an_unknown_command_is_a_line(capsys, command, advice):
+    assert main.main([command, "--max_steps", "3"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"'{command}'" in said and advice in said
 
 
 def test_version_and_environment(capsys):

@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from datasets import Dataset
@@ -258,6 +259,11 @@ class TestLoadImageSetPrompts:
         assert load_image_set_prompts(tmp_path / "saved").to_list() == dataset.to_list()
         with pytest.raises(ValueError, match="no split 'test'"):  # would be all rows
             load_image_set_prompts(tmp_path / "saved", split="test")
+        with pytest.raises(
+            ValueError, match=re.escape("'train[:1' is not a slice of rows. Write one as `train[:18]`")
+        ):
+            load_image_set_prompts(tmp_path / "saved", split="train[:1")
+        assert len(load_image_set_prompts(tmp_path / "saved", split="train[:1]")) == 1
 
     def test_criteria_as_dictionaries(self, tmp_path):
         rows = [image_set_row(criteria=CRITERIA_1), image_set_row(criteria=CRITERIA_2)]

@@ -27,7 +27,8 @@ SETTINGS = ["--height", "32", "--width", "32", "--num_inference_steps", "2", "--
 
 def evaluate(*words, model, folder: Path, rewards=("redness",)) -> dict[str, dict]:
     """Run the stage; return the results of each page by its directory."""
-    words = ["--model_name_or_path", model, "--output_dir", folder, "--rewards", *rewards, *SETTINGS, *words]
+    chosen = ["--rewards", *rewards] if rewards else []
+    words = ["--model_name_or_path", model, "--output_dir", folder, *chosen, *SETTINGS, *words]
     evaluate_arguments.main(["prompts", *map(str, words)])
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/results.json")}
 
@@ -177,6 +178,14 @@ def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
     with pytest.raises(ValueError, match=error):
         evaluate("--dataset_name", files / "single.txt", *words, model=tiny_flux, folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rewards", [(), ("consistency", "clip_t")])
+def test_an_error_about_the_default_rewards_says_that_they_are(rewards, files, tiny_flux, tmp_path):
+    words = ("--dataset_name", files / "single.txt")
+    with pytest.raises(ValueError, match="row 0.*another reward") as error:
+        evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=rewards)
+    assert ("The rewards are the default: consistency, which asks a judge" in str(error.value)) == (not rewards)
 
 
 @pytest.mark.parametrize(("trained_on", "is_known"), [("edits", True), ("sets", False)])

@@ -31,12 +31,19 @@ from paco_trl.rewards import (
     redness_reward,
 )
 from paco_trl.rewards.weighting import RewardError
+from paco_trl.rollout.loading import check_config
 
 
 @pytest.fixture
 def server():
     with JudgeServer(lambda first, second, question: 0.0, models=["judge", "other"]) as server:
         yield server
+
+
+def test_a_judge_is_no_pipeline(tiny_qwen, tiny_flux):
+    with pytest.raises(OSError, match=f"'{tiny_qwen}' is no pipeline of diffusers.*`--judge_model`"):
+        check_config(str(tiny_qwen), {})
+    assert check_config(str(tiny_flux), {})["_class_name"] == "FluxPipeline"
 
 
 def test_rewards_without_a_judge(tiny_clip):

@@ -84,8 +84,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     args.edits |= is_editing and "edits" not in args.typed  # as in training
     refuse(find_unused_edit_options(args))
     shared_fields = (*fields(PromptDataArguments), *fields(RewardOptions))
-    script_args = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared_fields})
-    script_args.model_name_or_path = base.model
+    script_args: Any = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared_fields})
+    script_args.model_name_or_path, script_args.typed = base.model, args.typed
     dataset = load_train_prompts(script_args)
     settings = _settings(args, base)
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_message_enough
+from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_message_enough, is_raised_here
 from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
 
@@ -103,7 +103,7 @@ def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_EXIT_DELAY)  # usually process 0 has the same error, after which the launcher ends this one
         sys.stderr.write(frames)
-        hint = "" if isinstance(error, OptionError) else f" ({TRACEBACK}=1 shows the traceback.)"
+        hint = "" if is_raised_here(error) else f" ({TRACEBACK}=1 shows the traceback.)"
         say(command, as_typed(error) + hint)
         return 1
     except Stopped as stopped:
@@ -229,7 +229,8 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         suggestion = "".join(
             f" Did you mean `{match}`?" for match in get_close_matches("".join(arguments[:1]), COMMANDS, 1)
         )
-        sys.stderr.write(f"{_usage()}\n\npaco-trl: {reason}; it must be one of: {', '.join(COMMANDS)}.{suggestion}\n")
+        listed = "" if suggestion else f" It must be one of: {', '.join(COMMANDS)}."
+        sys.stderr.write(f"paco-trl: {reason}.{suggestion}{listed} `paco-trl --help` describes them.\n")
         return 2
     command, *argv = arguments
 

@@ -218,7 +218,7 @@ class CommandParser(argparse.ArgumentParser):
         full = f"--{word.lstrip('-').replace('-', '_')}"
         starts = {flag[: len(full)]: flag for flag in reversed(flags)}
         near = [flag for flag in flags if flag == _OTHER_NAMES.get(full)]
-        near = near or get_close_matches(full, flags, 1, cutoff=0.7)
+        near = near or get_close_matches(full, flags, 1, cutoff=0.75)
         near = near or [starts[start] for start in get_close_matches(full, starts, 1, cutoff=0.8)]
         return f"there is no option `{word}`. " + (f"Did you mean `{near[0]}`?" if near else "See `--help`.")
 

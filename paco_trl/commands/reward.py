@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
-from .options import find_unused, option
+from .options import option
 from .parser import CommandParser
 from .script_arguments import check_names
 from .training import check_start, train_and_save
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from .. import PaCoRewardConfig
+
+
+# Files of PaCo-Dataset that the paper's judge was trained on
+_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 
 
 @dataclass
@@ -37,8 +41,9 @@ class ScriptArguments:
         "of those, such as JSON lines with the paths of images.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
-    dataset_files: list[str] = option(
-        ["consistency_reward_cot_train", "sharegpt_editing_cot"], "Files of PaCo-Dataset to train on (paper)."
+    dataset_files: list[str] | None = option(
+        None,
+        "Files of PaCo-Dataset to train on. If `None`, `consistency_reward_cot_train` and `sharegpt_editing_cot` (paper).",
     )
     eval_files: list[str] | None = option(
         None, "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."
@@ -79,7 +84,7 @@ def load_pairs(
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
-            dataset = load_paco_dataset(name, files, script_args.skip_broken)
+            dataset = load_paco_dataset(name, files or _FILES, script_args.skip_broken)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} {remedy}") from error
     else:
@@ -113,9 +118,10 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
         message = "`--eval_split` is for data with splits. Pass `--dataset_split`, too, or use `--eval_files`."
         yield OptionError(message, "eval_split", "dataset_split")
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
-    unused, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    where += " the layout of PaCo-Dataset"
-    yield from find_unused(script_args, unused, where, "dataset_split", "dataset_name")
+    names, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
+    if unused := [name for name in names if getattr(script_args, name) is not None]:  # also of a recipe
+        message = f"{', '.join(f'`--{name}`' for name in unused)} would do nothing {where} the layout of PaCo-Dataset. Leave it out."
+        yield OptionError(message, *unused, "dataset_split", "dataset_name")
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:

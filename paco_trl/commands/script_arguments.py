@@ -7,6 +7,7 @@ seconds.
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -424,7 +425,23 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
             names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
             rewards.ServedJudge(url, model).check(scale=5 if all(name.startswith(_RUBRIC) for name in names) else None)
         else:
-            read_judge_config(model)
+            with _default_named(script_args):
+                read_judge_config(model)
+
+
+@contextmanager
+def _default_named(script_args: ScriptArguments) -> Iterator[None]:
+    """Say in an error about the default rewards that they are the default."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if "rewards" in script_args.typed or script_args.rewards != RewardOptions().rewards:
+            raise
+        message = (
+            f"{error} The rewards are the default: consistency, which asks a judge about pairs of panels, and clip_t. Pass "
+            "others, such as `--rewards clip_t` or `--rewards my_rewards.py`."
+        )
+        raise (OSError if isinstance(error, OSError) else ValueError)(message) from error
 
 
 def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
@@ -434,7 +451,8 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
 
     for name, judge in _WITH_JUDGE.items():
         if name in script_args.rewards:
-            check_columns(getattr(rewards, judge), dataset, "the dataset")
+            with _default_named(script_args):
+                check_columns(getattr(rewards, judge), dataset, "the dataset")
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
@@ -444,7 +462,8 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
     """Load the rewards of training."""
     check_reward_names(script_args)
-    return list(_load_all({}, script_args.rewards, script_args).values())
+    with _default_named(script_args):
+        return list(_load_all({}, script_args.rewards, script_args).values())
 
 
 def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArguments) -> dict[str, Any]:

@@ -31,11 +31,11 @@ def find_user_reward(path: str) -> Callable:
         )
         if not is_missing and (not is_file or file.is_file()):  # but it raises, or something that it imports
             raise wrap_reward_error(path, error, __file__) from error
-        what = f"file {source!r}" if is_file else f"reward {path!r}"
-        raise OptionError(
-            f"There is no {what}: write `my_rewards.py:my_reward` or `my_package.my_reward`. A weight, such as `=0.5`, is "
-            "a number, for `--rewards` alone.", "rewards",
-        ) from None  # fmt: skip
+        advice = "Check the path" if is_file else "Write `my_rewards.py:my_reward` or `my_package.my_reward`"
+        if "=" in path:
+            advice += ". A weight, such as `=0.5`, is a number, for `--rewards` alone"
+        what = f"file {source!r} of a reward" if is_file else f"reward {path!r}"
+        raise OptionError(f"There is no {what}. {advice}.", "rewards") from None
     if not is_file and file.is_file() and not file.samefile(getattr(module, "__file__", None) or os.devnull):
         message = f"`{source}` is another module than the file '{file}' here. Write `{file}:{name}`."
         raise OptionError(message, "rewards")

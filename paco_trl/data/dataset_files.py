@@ -157,6 +157,10 @@ def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -
         lengths = {name: len(dataset) for name, dataset in splits.items()}
         slices = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
+        if str(error).startswith("Unrecognized instruction format") and "[" in split:
+            raise ValueError(
+                f"The split {split!r} is not a slice of rows. Write one as `train[:18]`, `train[18:]` or `train[:50%]`."
+            ) from error
         raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(splits))}.") from error
     nonempty = [span for span in slices if span.from_ < span.to]  # `select` rejects a slice beyond the end
     if not nonempty:

@@ -192,6 +192,8 @@ class PaCoReward:
             processor = AutoProcessor.from_pretrained(
                 model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs)
             )
+        except OSError as error:  # whose message may not name the model
+            raise OSError(f"The judge {model!r} cannot be read. {error}") from error
         except ValueError as error:  # for an image pipeline, for example
             raise ValueError(f"{model!r} is no vision-language model, as a judge must be. {error}") from error
         decision_token_ids(processor.tokenizer)

@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
@@ -171,6 +171,12 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
                 f"'{model}' is an adapter: give it as `--adapter` (`peft_config`), and here its base."
             ) from error
         reason = error.__context__
+        is_missing = isinstance(reason, EntryNotFoundError) and not isinstance(reason, LocalEntryNotFoundError)
+        if is_missing or os.path.isdir(model):
+            raise FileNotFoundError(
+                f"'{model}' is no pipeline of diffusers, since it has no model_index.json. Give an image model, such as "
+                "black-forest-labs/FLUX.1-dev; a judge is given as `--judge_model`."
+            ) from error
         if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
             cause = reason.__cause__
             if isinstance(cause, OfflineModeIsEnabled):  # which the doctor sets where there is no connection

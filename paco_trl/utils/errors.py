@@ -62,9 +62,9 @@ def is_message_enough(error: BaseException) -> bool:
         return False
     if isinstance(error, OptionError | OSError | yaml.YAMLError) or type(error).__name__ in _MACHINE_ERRORS:
         return True
-    if type(error).__module__.startswith("paco_trl."):  # such as a `RewardError`, which a reward's own error caused
+    if _is_own(error):  # such as a `RewardError`, which a reward's own error caused
         return error.__cause__ is None or is_message_enough(error.__cause__)
-    return _is_raised_here(error)
+    return is_raised_here(error)
 
 
 def frames_of_cause(error: BaseException) -> str | None:
@@ -72,7 +72,7 @@ def frames_of_cause(error: BaseException) -> str | None:
     Format the cause of an error of this package, such as an error in a user's reward, without the package's own frames.
     Return `None` for a bug, or if the user has asked for tracebacks.
     """
-    if _wants_traceback() or not type(error).__module__.startswith("paco_trl.") or error.__cause__ is None:
+    if _wants_traceback() or not _is_own(error) or error.__cause__ is None:
         return None
     return "".join(traceback.format_exception(error.__cause__))
 
@@ -81,8 +81,14 @@ def _wants_traceback() -> bool:
     return os.environ.get(TRACEBACK, "0") != "0"
 
 
-def _is_raised_here(error: BaseException) -> bool:
+def _is_own(error: BaseException) -> bool:
+    return type(error).__module__.startswith("paco_trl.")
+
+
+def is_raised_here(error: BaseException) -> bool:
     """Tell whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
+    if _is_own(error):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.startswith(_PACKAGE):
         return False
