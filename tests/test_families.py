@@ -162,6 +162,9 @@ CASES = {
     "klein": klein(4.0, guide=usual, split=two_calls),
     "klein, editing": klein(4.0, images=(RED,), guide=usual, split=two_calls),
     "klein, distilled": klein(1.0, options={"is_distilled": True}),
+    "krea-2": case("krea2", "Krea2Pipeline", 3.0, NEGATIVE, guide=from_conditional, split=two_calls),
+    "krea-2, no negative prompt": case("krea2", "Krea2Pipeline", 0.5, guide=from_conditional, split=two_calls),
+    "krea-2, turbo": case("krea2", "Krea2Pipeline", 0.0, options={"is_distilled": True}),
     "z-image": case("z_image", "ZImagePipeline", 3.0, NEGATIVE, guide=from_conditional, split=doubled_list),
     "z-image, turbo": case("z_image", "ZImagePipeline", 0.0),
     "qwen": qwen("qwen_image", "QwenImagePipeline", 4.0, NEGATIVE, guide=rescaled, split=two_calls),
@@ -795,7 +798,7 @@ class TestSettingsThatWouldBeIgnored:
             ("kontext", 2.5, NEGATIVE, "distilled into the model"),
             ("klein, distilled", 4.0, None, "distilled to a few steps"),
             ("klein, distilled", 1.0, NEGATIVE, "distilled to a few steps"),
-            ("z-image", 0.0, NEGATIVE, "`guidance_scale` = 0.0"),
+            *((name, 0.0, NEGATIVE, "`guidance_scale` = 0.0") for name in ("z-image", "krea-2")),
             *((name, 1.0, NEGATIVE, "`guidance_scale` = 1.0") for name in ("sd3", "klein", "longcat", "qwen-2.1")),
             *((name, 4.0, None, "without a negative") for name in ("qwen", "qwen-2.1")),
         ],
@@ -811,7 +814,8 @@ class TestSettingsThatWouldBeIgnored:
             ("kontext", 2.5, None, None), ("sd3", 4.0, None, ""), ("sd3", 4.0, NEGATIVE, NEGATIVE),
             ("sd3", 1.0, None, None), ("klein", 4.0, None, ""), ("klein", 4.0, NEGATIVE, NEGATIVE),
             ("klein, distilled", 1.0, None, None), ("z-image", 0.0, None, None), ("longcat", 4.0, None, ""),
-            ("z-image", 1.0, None, ""),  # which doubles the difference already
+            *((name, 1.0, None, "") for name in ("z-image", "krea-2")),  # which doubles the difference already
+            ("krea-2", 0.0, None, None),
             ("ovis", 5.0, None, ""), ("qwen", 4.0, " ", " "), ("qwen", 4.0, "", ""), ("qwen", 1.0, None, None),
         ],
     )  # fmt: skip
@@ -962,6 +966,19 @@ class TestTruncation:
         assert own in whole and whole[-1] > own and np.diff(whole).max() == 1
         assert found == [length < all_of_it for length, all_of_it in zip(lengths, whole, strict=True)]
         assert not family.is_truncated(pipeline, PROMPT)
+
+    def test_the_first_prompt_that_is_cut_by_krea_2(self, setup_of):
+        setup = setup_of("krea-2")
+        pipeline, family = setup.policy.pipeline, setup.family
+        read = lambda prompt: family.encode_prompt(pipeline, prompt, "cpu")["prompt_embeds_mask"].sum().item()  # noqa: E731
+        with torch.no_grad():
+            room = 512 - (read("a a") - 2)  # words up to the limit of the transformer
+            suffix = len(pipeline.tokenizer(pipeline.prompt_template_encode_suffix).input_ids)
+            room += suffix - pipeline.prompt_template_encode_num_suffix_tokens  # of another length in a tiny tokenizer
+            for number, is_read in ((room, True), (room + 1, False)):
+                prompt = " ".join(["a"] * number)
+                assert (read(prompt) > read(prompt.removesuffix(" a"))) is is_read
+                assert family.is_truncated(pipeline, prompt) is not is_read
 
     def test_the_first_prompt_that_is_cut_by_ovis(self, setup_of):
         setup = setup_of("ovis")

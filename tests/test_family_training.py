@@ -61,6 +61,7 @@ CASES = {
     "flux2-klein": Case(
         "build_tiny_flux2_klein", 1, {"guidance_scale": 4.0, "detach_unconditional": True, **FEW_IMAGES}, rounds=5
     ),
+    "krea-2": Case("build_tiny_krea2", 0, {"guidance_scale": 3.5}),
     "z-image": Case("build_tiny_z_image", 0, {"guidance_scale": 5.0}),
 }
 

@@ -61,6 +61,13 @@ FLUX2 = {
 QWEN = same(f"{BLOCK}.attn.to_q", f"{BLOCK}.attn.add_k_proj", f"{BLOCK}.img_mlp.net.0.proj", f"{BLOCK}.attn.to_out.0")
 Z_IMAGE = same("layers.0.attention.to_q", "layers.1.attention.to_out.0", "noise_refiner.0.feed_forward.w2")
 Z_IMAGE_FUSED = {"layers.1.attention.qkv": attention("layers.1", QKV, "attention")}
+KREA2 = {
+    "blocks.0.attn.wq": ["transformer_blocks.0.attn.to_q"],
+    "blocks.1.attn.gate": ["transformer_blocks.1.attn.to_gate"],
+    "blocks.1.mlp.down": ["transformer_blocks.1.ff.down"],
+    "txtfusion.refiner_blocks.0.attn.wo": ["text_fusion.refiner_blocks.0.attn.to_out.0"],
+    "tproj.1": ["time_mod_proj"],
+}
 # `proj_out` is the end of another layer's name
 BOTH_FLUX = same(f"{BLOCK}.attn.to_q", f"{SINGLE}.proj_out", "proj_out", f"{SINGLE}.attn.to_k")
 OWN_FLUX = same(f"{BLOCK}.attn.to_q", f"{BLOCK}.ff.net.2", f"{SINGLE}.attn.to_k", "proj_out")
@@ -99,6 +106,8 @@ FORMATS = {
     "Qwen-Image of DiffSynth": ("qwen_image", DIFFSYNTH, QWEN),
     "FLUX.2 of kohya": ("flux2_klein", KOHYA, FLUX2),
     "FLUX.2 of ai-toolkit": ("flux2_klein", AI_TOOLKIT, FLUX2),
+    "Krea 2 of ai-toolkit": ("krea2", AI_TOOLKIT, KREA2),
+    "Krea 2 of diffusers": ("krea2", DIFFUSERS, same("img_in", f"{BLOCK}.attn.to_gate", "text_fusion.projector")),
     "Z-Image of kohya": ("z_image", KOHYA, Z_IMAGE | Z_IMAGE_FUSED),
     "Z-Image of ai-toolkit": ("z_image", AI_TOOLKIT, Z_IMAGE),
     "Z-Image of DiffSynth": ("z_image", DIFFSYNTH, Z_IMAGE),

@@ -148,6 +148,15 @@ PRESETS = {
         "gradient_checkpointing": True, "offload_embeddings": True, "offload_rewards": True,
         "ema_offload": True,
     },
+    "krea-2-80gb": {
+        "model_name_or_path": "krea/Krea-2-Raw", "num_inference_steps_eval": 28, "tail_steps": 4, "offload_rewards": True,
+        "output_dir": "krea-2-80gb",
+    },
+    "krea-2-24gb": {
+        "model_name_or_path": "krea/Krea-2-Raw", "num_inference_steps_eval": 28, "tail_steps": 4,
+        "output_dir": "krea-2-24gb", "quantization": "nf4", "judge_quantization": "nf4", "gradient_checkpointing": True,
+        "offload_embeddings": True, "offload_rewards": True, "ema_offload": True,
+    },
     "flux.2-klein-4b-24gb": {
         "model_name_or_path": "black-forest-labs/FLUX.2-klein-base-4B", "num_inference_steps_eval": 28,
         "guidance_scale": 4.0, "tail_steps": 4, "num_prompts_per_generation": 9, "per_device_train_batch_size": 4,

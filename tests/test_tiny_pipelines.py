@@ -12,8 +12,8 @@ import tiny_models
 pytestmark = pytest.mark.slow
 
 PIPELINES = [
-    "flux", "flux2", "flux2_klein", "flux_kontext", "longcat_image", "longcat_image_edit", "ovis_image", "qwen_image",
-    "qwen_image_21", "qwen_image_edit", "qwen_image_edit_plus", "stable_diffusion_3", "z_image",
+    "flux", "flux2", "flux2_klein", "flux_kontext", "krea2", "longcat_image", "longcat_image_edit", "ovis_image",
+    "qwen_image", "qwen_image_21", "qwen_image_edit", "qwen_image_edit_plus", "stable_diffusion_3", "z_image",
 ]  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def test_the_seed_fixes_all_files_and_leaves_the_random_state(tmp_path, name):
     assert all((first / path).read_bytes() != (other / path).read_bytes() for path in weights)
 
 
-@pytest.mark.parametrize("name", ["stable_diffusion_3", "flux2", "flux2_klein", "z_image"])
+@pytest.mark.parametrize("name", ["stable_diffusion_3", "flux2", "flux2_klein", "krea2", "z_image"])
 def test_defaults_of_the_pipeline_work(tmp_path, name):
     pipeline = DiffusionPipeline.from_pretrained(getattr(tiny_models, f"build_tiny_{name}")(tmp_path))
     image = pipeline(prompt="a cat", height=64, width=64, num_inference_steps=1, output_type="pt").images

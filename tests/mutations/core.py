@@ -373,6 +373,8 @@ MUTANTS = [
     (F + "stable_diffusion_3.py", "unconditional, conditional = output.chunk(2)", "conditional, unconditional = output.chunk(2)", family(RATIO, "sd3")),
     (F + "stable_diffusion_3.py", "torch.cat([(sigma * 1000).to", "torch.cat([sigma.to", family(TIMES, "sd3")),
     (F + "stable_diffusion_3.py", "transformer.config.num_layers - 1}.attn.add_q_proj", "transformer.config.num_layers - 2}.attn.add_q_proj", family(UNUSED, "sd3, unguided")),
+    (F + "krea2.py", "return conditional + guidance_scale", "return unconditional + guidance_scale", family(RATIO, "krea-2")),
+    (F + "krea2.py", "default=\"\", off_at=0.0", "default=\"\", off_at=1.0", FAMILIES + " -k 'TestSettingsThatWouldBeIgnored and krea-2'"),
     (F + "z_image.py", "velocity = -torch.stack", "velocity = torch.stack", family(RATIO, "z-image")),
     (F + "z_image.py", "return conditional + guidance_scale * (conditional - unconditional)", "return unconditional + guidance_scale * (conditional - unconditional)", family(RATIO, "z-image")),
     (F + "z_image.py", "return velocity[: len(sample)], velocity[len(sample) :]", "return velocity[len(sample) :], velocity[: len(sample)]", family(RATIO, "z-image")),

@@ -42,6 +42,7 @@ MUTANTS = [
     (P + "trainer/paco_reward_config.py", '.endswith("ece")', '.endswith("accuracy")', "tests/test_reward_config.py"),
     (P + "rollout/pipeline_policy.py", "for key in initial_keys or noise_keys]", "for key in noise_keys]", "tests/test_separate_sets.py"),
     (P + "rollout/pipeline_policy.py", "(pixels.shape[-1], pixels.shape[-2]) != expected or", "False or", "tests/test_families.py::TestSizesOfSources tests/test_rollout.py"),
+    (P + "rollout/families/krea2.py", "> MAX_TOKENS + template", ">= MAX_TOKENS + template", "tests/test_families.py::TestTruncation"),
     (P + "rollout/families/longcat_image.py", "> OVIS_MAX_TOKENS + pipeline", ">= OVIS_MAX_TOKENS + pipeline", "tests/test_families.py::TestTruncation"),
     (P + "dataset_building/publish.py", "files = [] if info is None else [file.rfilename for file in info.siblings]", "files = []", "tests/test_publish.py"),
     (P + "trainer/checks.py", '(args.eval_strategy != "no" or args.eval_on_start)', 'args.eval_strategy != "no"', "tests/test_evaluate.py tests/test_paco_grpo_trainer.py"),

@@ -8,7 +8,7 @@ from paco_trl.utils.lazy import lazy_imports
 
 __all__ = [
     "build_tiny_clip", "build_tiny_flux", "build_tiny_flux2", "build_tiny_flux2_klein", "build_tiny_flux_kontext",
-    "build_tiny_longcat_image", "build_tiny_longcat_image_edit", "build_tiny_ovis_image",
+    "build_tiny_krea2", "build_tiny_longcat_image", "build_tiny_longcat_image_edit", "build_tiny_ovis_image",
     "build_tiny_qwen2_5_vl", "build_tiny_qwen_image", "build_tiny_qwen_image_21", "build_tiny_qwen_image_edit",
     "build_tiny_qwen_image_edit_plus", "build_tiny_stable_diffusion_3", "build_tiny_z_image",
 ]  # fmt: skip
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .clip import build_tiny_clip
     from .flux2 import build_tiny_flux2
+    from .krea2 import build_tiny_krea2
     from .longcat_image import build_tiny_longcat_image, build_tiny_longcat_image_edit, build_tiny_ovis_image
     from .qwen_image import (
         build_tiny_qwen_image,

@@ -4,6 +4,7 @@
 from .base import Family
 from .flux import FluxFamily, FluxKontextFamily
 from .flux2 import Flux2Family, Flux2KleinFamily
+from .krea2 import Krea2Family
 from .longcat_image import LongCatImageEditFamily, LongCatImageFamily, OvisImageFamily
 from .qwen_image import QwenImageEditFamily, QwenImageEditPlusFamily, QwenImageFamily
 from .qwen_image_21 import QwenImage21Family
@@ -16,6 +17,7 @@ from .z_image import ZImageFamily
 FAMILIES: dict[str, type[Family]] = {
     "FluxPipeline": FluxFamily,
     "FluxKontextPipeline": FluxKontextFamily,
+    "Krea2Pipeline": Krea2Family,
     "LongCatImagePipeline": LongCatImageFamily,
     "LongCatImageEditPipeline": LongCatImageEditFamily,
     "OvisImagePipeline": OvisImageFamily,
