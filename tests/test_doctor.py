@@ -487,6 +487,11 @@ class TestMemory:
             (_REWARD, {"reward_required": [True, False]}, "`--reward_required`"),
             (_REWARD.replace("prompts", "masks"), {}, "`masks`"),
             (_REWARD.replace(", **kwargs", ""), {}, "`**kwargs`"),
+            (_REWARD.replace(" * len(completions)", ""), {}, "'mine' returned 1 values for 4 images"),
+            ("async " + _REWARD.replace("1.0", "'good'"), {}, "'mine' returned 'good' for image 0"),
+            (_REWARD.replace("1.0", "1 / 0"), {}, "ZeroDivisionError: division by zero"),
+            (_REWARD.replace("1.0", "1 / 0"), {"rewards": ["clip_t", "MINE"]}, "was called on images of noise."),
+            ("async " + _REWARD.replace("1.0", "1 / completions[0].getextrema()[0][1]"), {}, None),
             (_REWARD + _REWARD.replace("mine", "other"), {}, "mine.py:other`"),
             (_REWARD.replace(":", "", 1), {}, "SyntaxError"),
             (
@@ -502,7 +507,8 @@ class TestMemory:
     def test_a_plan_checks_the_rewards_without_weights(self, examine, tmp_path, text, changes, token):
         """What a run would refuse: its functions are loaded, and compared with settings and data."""
         (tmp_path / "mine.py").write_text(text)
-        changes = {"rewards": [str(tmp_path / "mine.py")], **changes}
+        names = [name.replace("MINE", str(tmp_path / "mine.py")) for name in changes.get("rewards", ["MINE"])]
+        changes = {**changes, "rewards": names}
         rows = examine("model and adapter", words=["--device_memory", "24GiB"], **changes)
         failed = [row for row in rows.values() if row.verdict == "failed"]
         assert len(failed) == (token is not None) and all(token in row.finding for row in failed)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl doctor`: checks of a training run, in minutes and without training."""
 
+import asyncio
 import copy
+import inspect
 import logging
 import os
 import sys
@@ -15,6 +17,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, constants
@@ -26,6 +29,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from transformers import TrainerState
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
@@ -36,11 +40,13 @@ from ..planning import MemoryPlan, plan_memory
 from ..planning.image_run import ImageRun
 from ..planning.known_models import resolve_model_configs
 from ..planning.plan import USABLE, format_size
-from ..rewards.weighting import Rewards
+from ..rewards.scoring import reward_arguments
+from ..rewards.weighting import RewardError, Rewards
 from ..rollout import family_of
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
 from ..rollout.prompt_rows import PromptRows
+from ..rollout.resolution import training_size
 from ..trainer.checks import (
     check_panels_used,
     fit_round,
@@ -71,6 +77,7 @@ from .script_arguments import (
     load_eval_rewards,
     load_rewards,
     load_train_prompts,
+    user_functions,
 )
 from .training import check_start
 
@@ -271,6 +278,9 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     check_rewards(script_args)
     if state.train_dataset is not None:
         check_judged(script_args, state.train_dataset)
+    if state.rows is not None:
+        for function in user_functions([*script_args.rewards, *(script_args.eval_rewards or ())]):
+            _try_reward(Rewards([function]), state.rows[0], args)
     if state.skips and any(map(has_model, [*script_args.rewards, *(script_args.eval_rewards or ())])):
         return Row(SKIPPED, f"Names, weights and columns fit. {state.skips}")
     functions = load_rewards(script_args)
@@ -286,6 +296,30 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     if state.eval_reward_funcs is not None:
         finding += f" Evaluation: {', '.join(Rewards(state.eval_reward_funcs).names)}."
     return finding
+
+
+def _try_reward(rewards: Rewards, rows: PromptRows, args: PaCoGRPOConfig) -> None:
+    """
+    Call a reward once, on images of noise for the first prompt: blank ones have no contrast to divide by. A run does not, since
+    a user's function may count its calls, draw random numbers, or pay for each image.
+    """
+    (height, width), layout = rows.requested_sizes[0], rows.image_layouts[0]
+    size = training_size(height or args.height, width or args.width, *layout, args.resolution_scale, 1)
+    # Separate images are joined
+    height, width = (side * count // own for side, count, own in zip(size, rows.layouts[0], layout, strict=True))
+    noise = np.random.default_rng(args.seed)
+    images = [
+        Image.fromarray(noise.integers(256, size=(height, width, 3), dtype=np.uint8))
+        for _ in range(args.num_generations)
+    ]
+    batch = [rows.row(0) | {"completions": image} for image in images]
+    arguments = reward_arguments(batch, len(batch), TrainerState(), lambda *_: None, lambda *_: None)
+    try:
+        values = rewards.call(0, **arguments)
+        if inspect.iscoroutine(values):
+            asyncio.run(values)
+    except RewardError as error:
+        raise RewardError(f"{error} It was called on images of noise.") from error.__cause__
 
 
 def check_model(state: DoctorState) -> Row | str:

@@ -355,7 +355,7 @@ def check_rewards(script_args: ScriptArguments) -> None:
     """Raise an error if a function of the user's cannot be called as a reward, before anything is loaded."""
     from ..rewards.checks import check_reward_functions
 
-    for function in _user_functions([*script_args.rewards, *(script_args.eval_rewards or ())]):
+    for function in user_functions([*script_args.rewards, *(script_args.eval_rewards or ())]):
         check_reward_functions([function])
 
 
@@ -363,7 +363,7 @@ def _is_user_reward(name: str) -> bool:
     return name not in _REWARDS and not name.startswith(_RUBRIC)
 
 
-def _user_functions(names: Iterable[str]) -> Iterator[Callable]:
+def user_functions(names: Iterable[str]) -> Iterator[Callable]:
     """Return the rewards of the user's that are functions; a class is called when the rewards are loaded."""
     return (find_user_reward(name) for name in names if _is_user_reward(name) and not has_model(name))
 
@@ -456,7 +456,7 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
-    check_columns([*_user_functions(script_args.rewards)], dataset, "the dataset")
+    check_columns([*user_functions(script_args.rewards)], dataset, "the dataset")
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
