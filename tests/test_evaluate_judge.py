@@ -3,12 +3,14 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from datasets import DatasetDict
+from PIL import Image
 from transformers import CLIPModel
 
 from judge_server import JudgeServer
@@ -146,6 +148,33 @@ def test_a_judge_on_a_server(workspace, tmp_path):
         assert [entry["settings"]["protocol"] for entry in results_in(tmp_path)] == ["default", "published"]
         asked = server.requests[-1]["messages"][-1]["content"]
         assert [part.get("text", "")[:7] for part in asked] == ["<img1>: "[:7], "", "<img2>: "[:7], "", "Do the "]
+
+
+def test_pairs_that_were_held_out(tmp_path, capsys):
+    """Three pairs as they are labeled, and one that the judge takes for equal."""
+    for name, color in (("a", "red"), ("b", "blue")):
+        Image.new("RGB", (32, 32), color).save(tmp_path / f"{name}.png")
+    pairs = [(["a.png", "a.png"], "Yes. Both are red."), (["b.png", "b.png"], "Yes"), (["a.png", "b.png"], "No")]
+    rows = [{"images": images, "prompt": "Is it one color?", "completion": label} for images, label in pairs]
+    (data := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0] | {"completion": "No"}])))
+    asked: list[str] = []  # the first one is the check
+
+    def log_odds(first, second, question):
+        asked.append(question)
+        return 2.0 if first.getpixel((0, 0)) == second.getpixel((0, 0)) else -2.0
+
+    with JudgeServer(log_odds) as server:
+        words = ["evaluate", "judge", "--judge_url", server.url, "--judge_model", "judge", "--dataset_name", str(data)]
+        words += ["--output_dir", str(tmp_path / "out")]
+        assert main([*words, "--template", "plain"]) == 1 and "--template" in capsys.readouterr().err and not asked
+        assert not main(words)
+    (results,) = results_in(tmp_path / "out")
+    metrics = {name: value["mean"] for name, value in results["metrics"].items()}
+    likely = 1 / (1 + math.exp(-2))
+    error = (3 * abs(likely - 2 / 3) + 1 - likely) / 4  # three scores in one bin, two of them right
+    assert metrics == pytest.approx({"accuracy": 0.75, "auroc": 0.75, "ece": error}, abs=1e-4)
+    assert {*asked[1:]} == {"Is it one color?"} and results["settings"]["benchmark"] == "pairs"
+    assert f"| 4 | {metrics['accuracy']:.3f} [" in capsys.readouterr().out
 
 
 def test_wrong_options(workspace, tiny_clip, tmp_path):

@@ -330,7 +330,7 @@ class JudgeArguments(JudgeOptions):
     )
     dataset_name: str | None = option(
         None,
-        "Hub id, directory or file: a copy of the benchmark, or a dataset with the columns of rankings. If `None`, "
+        "Hub id, directory or file: a copy of the benchmark, or rankings or pairs in the formats of `paco-trl reward`. If `None`, "
         "the benchmark on the Hub.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank) or on pairs of edits.
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank), on labeled pairs such as those that were
+held out of its training, or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights
@@ -16,11 +17,13 @@ import torch
 
 from ..data import load_consistency_rank
 from ..data.dataset_files import load_split
+from ..data.pairs import as_pairs
 from ..data.rankings import RANK_FILE
 from ..evaluation import (
     ClipIScorer,
     ComparingJudge,
     evaluate_edit_reward,
+    evaluate_pairs,
     evaluate_rankings,
     load_edit_pairs,
     save_report,
@@ -68,20 +71,26 @@ def evaluate(script_args: JudgeArguments) -> None:
             script_args.benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config
         )
     else:
-        columns = ("reference", "candidates", "input_image", "output_images")
+        columns = ("reference", "candidates", "input_image", "output_images", "images")
         dataset = load_split(dataset_name, script_args.dataset_split, columns, config=script_args.dataset_config)
+    benchmark = script_args.benchmark
+    if benchmark == "rankings" and "ranking" not in dataset.column_names and "images" in dataset.column_names:
+        benchmark, dataset = "pairs", as_pairs(dataset, dataset_name)
+        refuse(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
 
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)
     options = (template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
-    name_parts = (judge.name, script_args.benchmark, *options, digest(describe_scorer(judge))[:8])
+    name_parts = (judge.name, benchmark, *options, digest(describe_scorer(judge))[:8])
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in name_parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
     arguments: dict[str, Any] = {name: getattr(script_args, name) for name in ("batch_size", "protocol")}
-    if script_args.benchmark == "rankings":
+    if benchmark == "pairs":
+        results = evaluate_pairs(judge, dataset, scores_path, script_args.batch_size)
+    elif benchmark == "rankings":
         results = evaluate_rankings(judge, dataset, script_args.template, scores_path, **arguments)
     else:
-        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments, benchmark=script_args.benchmark)
+        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments, benchmark=benchmark)
 
     results["settings"] |= {
         "dataset": dataset_name,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .aesthetics import AestheticScorer
     from .edit_reward import ComparingJudge, evaluate_edit_reward, load_edit_pairs
     from .grid_artifacts import grid_artifact_score
+    from .labeled_pairs import evaluate_pairs
     from .metrics import (
         auroc,
         calibration_bins,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval",
-    "calibration_bins", "evaluate_edit_reward", "evaluate_rankings", "expected_calibration_error",
+    "calibration_bins", "evaluate_edit_reward", "evaluate_pairs", "evaluate_rankings", "expected_calibration_error",
     "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics", "report_tables",
     "save_report",
 ]  # fmt: skip

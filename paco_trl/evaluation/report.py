@@ -50,10 +50,10 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     """
     tables = []
     for (benchmark, protocol), group in _group_entries(entries).items():
-        columns = ["scorer", "dataset", "rows", "rows with ties"]
+        columns = ["scorer", "dataset", "rows", *["rows with ties"] * (benchmark != "pairs")]
         if benchmark in ("rankings", "vc_reward"):
             columns.insert(1, "template")
-        if benchmark == "rankings":
+        if "columns" in _BENCHMARKS[benchmark]:
             columns += _BENCHMARKS[benchmark]["columns"][protocol]
         else:
             names = [name.replace("_", " ") for name in _BENCHMARKS[benchmark]["dimensions"]]
@@ -72,6 +72,13 @@ def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[
 
 def _row(entry: dict[str, Any], name: str) -> list[str]:
     settings, unanswered, rows = entry["settings"], entry["num_unanswered"], str(entry["num_instances"])
+    if settings["benchmark"] == "pairs":
+        metrics, dataset = entry["metrics"], str(settings.get("dataset") or settings["dataset_fingerprint"])
+        cells = [metrics[metric] for metric in ("accuracy", "auroc", "ece")]
+        texts = [
+            interval_text(cell["mean"], *cell.get("interval", (None, None)), missing="undefined") for cell in cells
+        ]
+        return [name, dataset, rows, *texts]
     if settings["benchmark"] == "rankings":
         undefined, num_ties, template = entry["num_undefined_correlations"], entry["num_ties"], [settings["template"]]
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
@@ -148,7 +155,11 @@ def _markdown(entries: list[dict[str, Any]]) -> str:
     for (benchmark, protocol), (title, columns, rows) in zip(
         _group_entries(entries), report_tables(entries), strict=True
     ):
-        notes = [_BENCHMARKS[benchmark]["all"], _BENCHMARKS[benchmark][protocol], _TIE_NOTE]
+        notes = [
+            _BENCHMARKS[benchmark]["all"],
+            _BENCHMARKS[benchmark][protocol],
+            *[_TIE_NOTE] * (benchmark != "pairs"),
+        ]
         sections += [f"# {title}", markdown_table(columns, rows), *notes]
         if protocol == "published":
             sections.append("## Published figures, not measured here")
