@@ -45,7 +45,7 @@ from .peaks import (
     training_precision,
     weights_bytes,
 )
-from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, training_memory
+from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, largest_turn, training_memory
 
 
 def return_zeros(encoder: Any) -> None:
@@ -256,6 +256,11 @@ class ImageRun:
         return min(round_plan.num_prompts, round_plan.micro_batches_per_process)
 
     @property
+    def embeddings_bytes(self) -> int:
+        """Count the bytes of the float32 embeddings that a round holds."""
+        return FLOAT32 * self.prompts_per_round * sum(t.numel() for t in self.embeddings(self.image).values())
+
+    @property
     def latents_bytes(self) -> int:
         """Count the bytes of the float32 latents that a round keeps for each image and step."""
         args, round_plan = self.args, self.args.round_plan
@@ -267,133 +272,134 @@ class ImageRun:
         images = round_plan.micro_batches_per_process * round_plan.batch_size
         return FLOAT32 * num_latents * round_plan.num_trained_steps * images * latent
 
-    def _activations(self, plan: MemoryPlan) -> dict[str, int]:
-        """Return the activations of each phase of the image model."""
-        args = self.args
-        batch, eval_batch = plan.batch_size * args.round_plan.num_merged_batches, args.per_device_eval_batch_size
-        train = extrapolate(self.training_peak, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
-        step = extrapolate(self.step_peak, batch, self.image, plan.quantization)
-        decode = extrapolate(self.decoding_peak, batch, self.image, plan.vae_tiling)
-        evaluate = max(
-            extrapolate(self.step_peak, eval_batch, self.eval_image, plan.quantization),
-            extrapolate(self.decoding_peak, eval_batch, self.eval_image, plan.vae_tiling),
-        )
-        if self.rows.is_anchored:  # a first panel is encoded in between
-            step = max(step, self.first_panel_peak(self.image))
-            evaluate = max(evaluate, self.first_panel_peak(self.eval_image))
-        return {"generate": step, "decode": decode, "train": train, "evaluate": evaluate}
+    @property
+    def num_averages(self) -> int:
+        return (self.args.ema_decay is not None) + self.has_old_policy
+
+    def _frozen_bytes(self, plan: MemoryPlan, *modules: nn.Module) -> int:
+        return sum(self.weights_bytes(module, False, plan.quantization) for module in modules)
+
+    def _local_judges(self, plan: MemoryPlan) -> list[JudgeNetwork]:
+        return [] if plan.serves_judge else self.judges
+
+    def _rewards_bytes(self, plan: MemoryPlan) -> int:
+        judges = self._local_judges(plan)
+        return self.clip_bytes + sum(self.weights_bytes(judge.network, False, judge.quantization) for judge in judges)
+
+    def _generation_peaks(self, plan: MemoryPlan, image: PlannedImage, batch_size: int) -> list[int]:
+        """Return the activations of a sampling step and of the decoder."""
+        step = extrapolate(self.step_peak, batch_size, image, plan.quantization)
+        if image.rows.is_anchored:  # a first panel is encoded in between
+            step = max(step, self.first_panel_peak(image))
+        return [step, extrapolate(self.decoding_peak, batch_size, image, plan.vae_tiling)]
 
     def _judge_activations(self, plan: MemoryPlan, image: PlannedImage) -> dict[str, int]:
         """Return the activations of the largest judge."""
         # It sees pairs of panels or a whole grid, and images without panels in pairs
         num_images = 2 if image.rows.image_layouts[image.row_number] == (1, 1) else 1
         num_tokens = judge_tokens(num_images * math.prod(image.size), QUESTION_TOKENS)
-        judges = () if plan.serves_judge else self.judges
-        peaks = [judge.peak(plan.judge_batch_size, num_tokens) for judge in judges]
+        peaks = [judge.peak(plan.judge_batch_size, num_tokens) for judge in self._local_judges(plan)]
         return {"activations of the judge": max(peaks, default=0)}
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
-        args, prompt_embeddings = self.args, self.embeddings(self.image).values()
-        frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
-        encoders = sum(self.weights_bytes(encoder, False, plan.quantization) for encoder in self.text_encoders)
-        vae, num_shards = self.weights_bytes(self.vae), plan.num_processes if plan.zero_stage == 3 else 1
-        judges = () if plan.serves_judge else self.judges
-        rewards = sum(self.weights_bytes(judge.network, False, judge.quantization) for judge in judges)
-        rewards += self.clip_bytes
-        embeddings = FLOAT32 * self.prompts_per_round * sum(tensor.numel() for tensor in prompt_embeddings)
+        args, image, eval_image = self.args, self.image, self.eval_image
+        step, decoding = self._generation_peaks(plan, image, plan.batch_size * args.round_plan.num_merged_batches)
+        evaluating = max(self._generation_peaks(plan, eval_image, args.per_device_eval_batch_size))
+        training = extrapolate(self.training_peak, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
+        judging, eval_judging = (self._judge_activations(plan, seen) for seen in (image, eval_image))
 
-        averages = (args.ema_decay is not None) + self.has_old_policy
-        persistent, per_batch = training_memory(
-            frozen_bytes, self.num_trained, self.element_size, plan, averages, args.optim
-        )
-        persistent["reference"] = self.reference_bytes // num_shards
-        persistent["rewards"] = 0 if plan.offload_rewards else rewards
-        persistent["round"] = self.latents_bytes + (0 if plan.offload_embeddings else embeddings)
-        is_gathered = num_shards > 1 and args.ds3_gather_for_generation
-        gathered_bytes = frozen_bytes + self.element_size * self.num_trained if is_gathered else 0
-        generation = {**persistent, "gathered weights": gathered_bytes, "VAE": vae}
-        # While an average generates, `use_weights` keeps the trained weights, in the dtype of the forward pass
-        replaced_bytes = self.element_size * self.num_trained // num_shards
-        rollout = {**generation, "replaced weights": replaced_bytes * self.has_old_policy}
-        eval_replaced = {"replaced weights": replaced_bytes * (args.ema_decay is not None)}
-        # Between rounds, when the text encoders replace the frozen weights on the device, except with DeepSpeed
-        encoding = {**persistent, "round": 0, "text encoders": encoders}
-        encoding["frozen weights"] = 0 if plan.zero_stage is None else persistent["frozen weights"]
-
-        activations = self._activations(plan)
-        generation_peak = max(activations["generate"], activations["decode"])
-        score = {**rollout, "activations": generation_peak}
-        evaluation = {**generation, **eval_replaced, "activations": activations["evaluate"]}
-        judge, eval_judge = (self._judge_activations(plan, image) for image in (self.image, self.eval_image))
+        always, per_batch = self._persistent(plan)
+        # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed
+        encoding = {"round": 0, "text encoders": self._frozen_bytes(plan, *self.text_encoders)}
+        encoding |= {"frozen weights": 0} if plan.zero_stage is None else {}
+        rollout = self._generating(plan, always, self.has_old_policy)
+        evaluation = self._generating(plan, always, args.ema_decay is not None)
         # Rewards run while the next images are generated, and offloaded ones after the last
         if plan.offload_rewards:
-            score = {**persistent, "rewards": rewards, **judge}
-            eval_score = {**persistent, **eval_replaced, "rewards": rewards, **eval_judge}
-            evaluation = max(evaluation, eval_score, key=lambda uses: sum(uses.values()))
+            visit = always | {"rewards": self._rewards_bytes(plan)}
+            eval_visit = visit | {"replaced weights": evaluation["replaced weights"]} | eval_judging
+            scoring, evaluation = visit | judging, largest_turn(evaluation | {"activations": evaluating}, eval_visit)
         else:
-            score |= judge
-            evaluation |= eval_judge
-
-        host = {
-            "libraries": LIBRARIES,
-            "average": averages * FLOAT32 * self.num_trained // num_shards if plan.ema_offload else 0,
-            "round": embeddings if plan.offload_embeddings else 0,
+            scoring = rollout | {"activations": max(step, decoding)} | judging
+            evaluation |= {"activations": evaluating} | eval_judging
+        device = {
+            "load": {},
+            "encode": always | encoding,
+            "generate": rollout | {"activations": step},
+            "decode": rollout | {"activations": decoding},
+            "score": scoring,
+            "train": always | per_batch | {"activations": training},
         }
-        if args.embeddings_dir is None:
-            count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_per_round)
-            host["embeddings"] = count * sum(tensor.nbytes for tensor in prompt_embeddings)
-        mapped = {"VAE": vae}
-        # Weights are quantized one by one while they are read from their files
-        (mapped if plan.quantization is None else host)["text encoders"] = encoders
-        if plan.offload_rewards:
-            mapped["rewards"] = sum(self.weights_bytes(j.network) for j in judges if j.quantization is None)
-            mapped["rewards"] += self.clip_bytes
-            host["rewards"] = rewards - mapped["rewards"]
-        loading_host = {**host, "trained weights": self.weights_bytes(self.model, True)}
-        loading_mapped = dict(mapped)
-        (loading_mapped if plan.quantization is None else loading_host)["frozen weights"] = frozen_bytes
+        if self.evaluates:
+            device["evaluate"] = evaluation
+        loading, running = self._host_memory(plan, is_loading=True), self._host_memory(plan)
         return [
-            Phase("load", {}, loading_host, loading_mapped),
-            Phase("encode", encoding, loading_host, loading_mapped),
-            Phase("generate", {**rollout, "activations": activations["generate"]}, host, mapped),
-            Phase("decode", {**rollout, "activations": activations["decode"]}, host, mapped),
-            Phase("score", score, host, mapped),
-            Phase("train", {**persistent, **per_batch, "activations": activations["train"]}, host, mapped),
-            *([Phase("evaluate", evaluation, host, mapped)] if self.evaluates else []),
+            Phase(name, uses, *(loading if name in ("load", "encode") else running)) for name, uses in device.items()
         ]
+
+    def _persistent(self, plan: MemoryPlan) -> tuple[dict[str, int], dict[str, int]]:
+        """Return what is always on the device, and what a micro-batch adds besides activations."""
+        frozen_bytes = self._frozen_bytes(plan, self.model)
+        always, per_batch = training_memory(
+            frozen_bytes, self.num_trained, self.element_size, plan, self.num_averages, self.args.optim
+        )
+        always |= {
+            "reference": self.reference_bytes // plan.num_shards(3),
+            "rewards": 0 if plan.offload_rewards else self._rewards_bytes(plan),
+            "round": self.latents_bytes + (0 if plan.offload_embeddings else self.embeddings_bytes),
+        }
+        return always, per_batch
+
+    def _generating(self, plan: MemoryPlan, always: dict[str, int], uses_average: bool) -> dict[str, int]:
+        """Return the device while images are generated, besides activations."""
+        trained_bytes, num_shards = self.element_size * self.num_trained, plan.num_shards(3)
+        gathers = num_shards > 1 and self.args.ds3_gather_for_generation
+        return always | {
+            "gathered weights": gathers * (self._frozen_bytes(plan, self.model) + trained_bytes),
+            "VAE": self.weights_bytes(self.vae),
+            # `use_weights` keeps the trained weights, in the dtype of the forward pass
+            "replaced weights": uses_average * trained_bytes // num_shards,
+        }
+
+    def _host_memory(self, plan: MemoryPlan, is_loading: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the process's own host memory, and what is mapped from files."""
+        averages_bytes = self.num_averages * FLOAT32 * self.num_trained // plan.num_shards(3)
+        allocated = {
+            "libraries": LIBRARIES,
+            "average": averages_bytes if plan.ema_offload else 0,
+            "round": self.embeddings_bytes if plan.offload_embeddings else 0,
+        }
+        if self.args.embeddings_dir is None:
+            count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_per_round)
+            allocated["embeddings"] = count * sum(tensor.nbytes for tensor in self.embeddings(self.image).values())
+        mapped = {"VAE": self.weights_bytes(self.vae)}
+        if plan.offload_rewards:
+            judges = [judge for judge in self._local_judges(plan) if judge.quantization is None]
+            mapped["rewards"] = self.clip_bytes + sum(self.weights_bytes(judge.network) for judge in judges)
+            allocated["rewards"] = self._rewards_bytes(plan) - mapped["rewards"]
+        weights = {"text encoders": self._frozen_bytes(plan, *self.text_encoders)}
+        if is_loading:
+            allocated["trained weights"] = self.weights_bytes(self.model, True)
+            weights["frozen weights"] = self._frozen_bytes(plan, self.model)
+        return plan.host_memory(allocated, mapped, weights)
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:
-        """Return the memory of commands that generate with the trained model, as in training, at inference size."""
         is_adapter = isinstance(self.model, PeftModel)
-        frozen_bytes_of = functools.partial(self.weights_bytes, trainable=False, quantization=plan.quantization)
-        encoding = {"text encoders": sum(map(frozen_bytes_of, self.text_encoders))}
-        frozen_bytes = frozen_bytes_of(self.model)
-        trained_bytes = self.num_trained * (FLOAT32 if is_adapter else self.vae.dtype.itemsize)
-        vae = self.weights_bytes(self.vae)
-        network = {"frozen weights": frozen_bytes, "trained weights": trained_bytes, "VAE": vae}
+        encoding = {"text encoders": self._frozen_bytes(plan, *self.text_encoders)}
+        frozen = {"frozen weights": self._frozen_bytes(plan, self.model)}
+        trained = {"trained weights": self.num_trained * (FLOAT32 if is_adapter else self.vae.dtype.itemsize)}
+        vae = {"VAE": self.weights_bytes(self.vae)}
+        generation = frozen | trained | vae | {"activations": max(self._generation_peaks(plan, self.eval_image, 1))}
         if not is_adapter and plan.zero_stage is None:  # as in training, they stay on the device together
-            network |= encoding
-        judges = () if plan.serves_judge else self.judges
-        weights = [self.weights_bytes(judge.network, False, judge.quantization) for judge in judges]
-        judge_activations = self._judge_activations(plan, self.eval_image)
-        activations = max(
-            self.step_peak(1, self.eval_image, plan.quantization),
-            self.decoding_peak(1, self.eval_image, plan.vae_tiling),
-        )
-        images = {**network, "activations": activations}  # generated one by one
-        turns = {
-            "evaluate prompts": [encoding, images, {"rewards": sum(weights) + self.clip_bytes, **judge_activations}],
-            "evaluate images": [encoding, images],
-            "build grids": [encoding, images],
-            "space": [
-                encoding,
-                images,
-                {"rewards": max((weights_bytes(judge.network) for judge in judges), default=0), **judge_activations},
-            ],
+            generation |= encoding
+        judging = self._judge_activations(plan, self.eval_image)
+        judges = [weights_bytes(judge.network) for judge in self._local_judges(plan)]
+        generating = largest_turn(encoding, generation)
+        device = {
+            "evaluate prompts": largest_turn(generating, {"rewards": self._rewards_bytes(plan)} | judging),
+            "evaluate images": generating,
+            "build grids": generating,
+            "space": largest_turn(generating, {"rewards": max(judges, default=0)} | judging),
         }
-        host, mapped = {"libraries": LIBRARIES, "trained weights": trained_bytes}, {"VAE": vae}
-        (mapped if plan.quantization is None else host).update(encoding, **{"frozen weights": frozen_bytes})
-        return [
-            Phase(name, max(name_turns, key=lambda turn: sum(turn.values())), host, mapped)
-            for name, name_turns in turns.items()
-        ]
+        host = plan.host_memory({"libraries": LIBRARIES} | trained, vae, encoding | frozen)
+        return [Phase(name, uses, *host) for name, uses in device.items()]

@@ -83,17 +83,14 @@ class JudgeRun(JudgeNetwork):
     def phases(self, plan: MemoryPlan) -> list[Phase]:
         frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
         element_size = FLOAT32 if plan.zero_stage is None else 2
-        persistent, per_batch = training_memory(
-            frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim
-        )
+        always, per_batch = training_memory(frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim)
         training = extrapolate(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
         evaluation = extrapolate(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
-        host, frozen = {"libraries": LIBRARIES}, {"frozen weights": frozen_bytes}
-        is_mapped = plan.quantization is None
+        host = {"libraries": LIBRARIES}
         return [
-            Phase("load", {}, host if is_mapped else host | frozen, frozen if is_mapped else {}),
-            Phase("train", {**persistent, **per_batch, "activations": training}, host),
-            Phase("evaluate", {**persistent, "activations": evaluation}, host),
+            Phase("load", {}, *plan.host_memory(host, {}, {"frozen weights": frozen_bytes})),
+            Phase("train", always | per_batch | {"activations": training}, host),
+            Phase("evaluate", always | {"activations": evaluation}, host),
         ]
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:

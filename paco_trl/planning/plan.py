@@ -113,6 +113,19 @@ class MemoryPlan:
         """
         return self.run.commands(self)
 
+    def num_shards(self, first_stage: int) -> int:
+        """Return over how many processes ZeRO shards what it shards from a stage on."""
+        return self.num_processes if (self.zero_stage or 0) >= first_stage else 1
+
+    def host_memory(
+        self, allocated: dict[str, int], mapped: dict[str, int], weights: dict[str, int]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """
+        Add frozen weights to host memory: they are mapped from their files, or quantized one by one into the process's
+        own memory.
+        """
+        return (allocated, mapped | weights) if self.quantization is None else (allocated | weights, mapped)
+
     @property
     def peak(self) -> int:
         """Return the most bytes on the device in any phase."""
@@ -183,25 +196,25 @@ def training_memory(
     """Count the bytes that training always keeps on the device, and those of a micro-batch besides activations."""
     # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
     # stage 2, and weights from stage 3.
-    stage = plan.zero_stage or 0
-    optimizer_shards, gradient_shards, weight_shards = (
-        plan.num_processes if stage >= first_stage else 1 for first_stage in (1, 2, 3)
-    )
-    float32_bytes = FLOAT32 * num_trained
-    bytes_per_weight = optimizer_bytes(optim)
+    is_deepspeed = plan.zero_stage is not None
+    float32_bytes, bytes_per_weight = FLOAT32 * num_trained, optimizer_bytes(optim)
     states = int(num_trained * (2 * FLOAT32 if bytes_per_weight is None else bytes_per_weight))
-    masters = 0 if plan.zero_stage is None else float32_bytes // optimizer_shards
-    persistent = {
-        "frozen weights": frozen_bytes // weight_shards,
-        "trained weights": element_size * num_trained // weight_shards + masters,
-        "optimizer": states // optimizer_shards,
-        "average": 0 if plan.ema_offload else num_averages * float32_bytes // weight_shards,
+    masters = float32_bytes // plan.num_shards(1) if is_deepspeed else 0
+    always = {
+        "frozen weights": frozen_bytes // plan.num_shards(3),
+        "trained weights": element_size * num_trained // plan.num_shards(3) + masters,
+        "optimizer": states // plan.num_shards(1),
+        "average": 0 if plan.ema_offload else num_averages * float32_bytes // plan.num_shards(3),
     }
-    has_buckets = plan.num_processes > 1 and plan.zero_stage is None
-    return persistent, {
-        "gradients": float32_bytes // gradient_shards,
-        "DDP's buckets": float32_bytes if has_buckets else 0,
+    return always, {
+        "gradients": float32_bytes // plan.num_shards(2),
+        "DDP's buckets": 0 if is_deepspeed or plan.num_processes == 1 else float32_bytes,
     }
+
+
+def largest_turn(*turns: dict[str, int]) -> dict[str, int]:
+    """Return the uses that take the most bytes, of those that take turns on a device."""
+    return max(turns, key=lambda uses: sum(uses.values()))
 
 
 def format_size(num_bytes: int) -> str:

@@ -1049,10 +1049,10 @@ SEPARATE_SETS = [
             "PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)",
             "PlannedImage.largest(rows, rows.inference_sizes, 1.0)",
         ),
-        ("if self.evaluates else []", "if True else []"),
+        ("        if self.evaluates:\n", "        if True:\n"),
         ("num_images = 2 if", "num_images = 1 if"),
-        ('(mapped if plan.quantization is None else host)["text encoders"]', 'host["text encoders"]'),
-        ('"rewards": rewards, **eval_judge}', '"rewards": 0}'),
+        ("return plan.host_memory(allocated, mapped, weights)", "return allocated | weights, mapped"),
+        ('visit = always | {"rewards": self._rewards_bytes(plan)}', 'visit = always | {"rewards": 0}'),
     ),
     *_mutants(
         "commands/options.py",
@@ -1082,7 +1082,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/image_run.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
-        ("max(step, self.first_panel_peak(self.image))", "step"),
+        ("max(step, self.first_panel_peak(image))", "step"),
         ("1 if rows.is_anchored and not self.family.batches_sources else ", ""),
     ),
     *_mutants(
