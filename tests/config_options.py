@@ -26,9 +26,14 @@ def text() -> str:
     for kinds in bases.values():
         for kind in kinds:
             own = inspect.get_annotations(kind)
-            options[kind.__name__] = {
-                name: found for name, found in command_options.declared_options(kind).items() if name in own
+            options[kind.__name__] = found = {
+                name: option for name, option in command_options.declared_options(kind).items() if name in own
             }
+            # What every config of this kind refuses is in no help
+            for name in set.intersection(
+                *(names for config, names in UNSUPPORTED.items() if issubclass(config, kind))
+            ):
+                found.get(name, {}).pop("help", None)
     options["TrainingArguments"]["report_to"]["choices"] = [*INTEGRATION_TO_CALLBACK, "all", "none"]
     lines = ["{", '"bases": {']
     lines += [

@@ -8,7 +8,9 @@ FLUX.1-Kontext and Qwen-Image-Edit. `paco-trl doctor` takes the same options and
 """
 
 import json
+import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +37,9 @@ from .script_arguments import (
 from .training import check_start, train_and_save
 
 
+logger = logging.getLogger(__name__)
+
+
 class ImageCommandParser(CommandParser):
     """Parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
 
@@ -45,10 +50,19 @@ class ImageCommandParser(CommandParser):
         self.unused_fields = UNUSED_FIELDS if self.is_nft else ()
         super().__init__(classes, self.unused_fields, is_launched=True, check=check_options, **kwargs)
 
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple:
+        """Parse the options as the parent does, and warn of a learning rate that is for adapters."""
+        script_args, training_args, *others = super().parse_args_and_config(args)
+        if not script_args.use_peft and "learning_rate" not in script_args.typed:
+            logger.warning(
+                f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, "
+                "such as 1e-5."
+            )
+        return script_args, training_args, *others
+
     def presets(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the defaults of the model's family for options that are not set, and print them."""
         from ..generation.inference import read_adapter
-        from ..rollout.families import FAMILIES, Family
         from ..rollout.loading import read_index
 
         kwargs = options.get("model_init_kwargs") or {}
@@ -59,7 +73,7 @@ class ImageCommandParser(CommandParser):
             with suppress(ValueError):  # the adapter does not name its base model
                 model = read_adapter(adapter).model
         name = str(read_index(model, kwargs)["_class_name"])
-        defaults = self._select_defaults(FAMILIES.get(name, Family).training_defaults, options)
+        defaults = self._select_defaults(config_options()["family_defaults"].get(name, {}), options)
         if defaults and os.environ.get("RANK", "0") == "0":
             defaults_text = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
             say(self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {defaults_text}")

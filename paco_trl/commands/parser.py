@@ -97,6 +97,10 @@ class CommandParser(argparse.ArgumentParser):
                 )
             else:
                 self.options_of[kind] = declared_options(kind)
+        self.defaults = {
+            kind: {name: option.get("default") for name, option in part.items()}
+            for kind, part in self.options_of.items()
+        }
         options = {name: option for part in self.options_of.values() for name, option in part.items()}
         # argparse takes -1e-4 for an option: https://github.com/python/cpython/issues/105712 (Python 3.11 to 3.13)
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
@@ -301,7 +305,6 @@ class CommandParser(argparse.ArgumentParser):
             sources.in_file = self.presets(sources.values()) | sources.in_file
             sources.settle(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
         parsed = self._fill(sources.values(), sources.chosen, is_built=True)
-        refuse(self._find_errors(*parsed))
         if os.environ.get("RANK", "0") == "0":
             final = {name: value for part in parsed for name, value in vars(part).items()}
             for message in sources.describe_left_out(final):
@@ -365,8 +368,7 @@ class CommandParser(argparse.ArgumentParser):
         for kind, described in self.options_of.items():
             values = {name: options[name] for name in described if name in options}
             if isinstance(kind, str) and not is_built:
-                defaults = {name: option.get("default") for name, option in described.items()}
-                parsed.append(SimpleNamespace(**defaults | values | self.launching))
+                parsed.append(SimpleNamespace(**self.defaults[kind] | values | self.launching))
                 continue
             config: Any = getattr(import_module("paco_trl"), kind) if isinstance(kind, str) else kind
             if unknown := values.keys() - {declared.name for declared in fields(config)}:
@@ -383,8 +385,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _find_errors(self, *parsed: Any) -> Iterator[OptionError]:
-        """Find the errors of filled dataclasses, and of the namespaces in place of configs, which check themselves."""
-        for (kind, described), args in zip(self.options_of.items(), parsed, strict=True):
+        """Find the errors of filled dataclasses, and of the namespaces in place of configs."""
+        for kind, args in zip(self.options_of, parsed, strict=True):
             for name, value in vars(args).items():
                 if name.endswith("_dir") and isinstance(value, str) and os.path.isfile(value):
                     yield OptionError(f"`--{name}` is {value!r}, which is a file. Name a directory.", name)
@@ -393,11 +395,10 @@ class CommandParser(argparse.ArgumentParser):
                     yield OptionError(f"`--{name}` is {value}, but must be at least {least}.", name)
             yield from args.errors() if hasattr(args, "errors") else ()
             if isinstance(args, SimpleNamespace):
-                defaults = {name: option.get("default") for name, option in described.items()}
-                unsupported = config_options()["unsupported"][kind]
+                rules = (args, self.defaults[kind], config_options()["unsupported"][kind])
                 if kind == "PaCoRewardConfig":
-                    yield from judge_errors(args, defaults, unsupported)
+                    yield from judge_errors(*rules)
                 else:
                     losses = NFT_LOSSES if kind == "PaCoNFTConfig" else GRPO_LOSSES
-                    yield from [*image_errors(args, defaults, unsupported, losses)] or size_errors(args)
+                    yield from [*image_errors(*rules, losses)] or size_errors(args)
         yield from self.check(*parsed)

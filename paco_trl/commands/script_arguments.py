@@ -169,8 +169,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     elif is_full and (unused := [name for name in lora if getattr(script_args, name) is not None]):
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing with `--use_peft False`. Leave it out.", *unused, "use_peft")
-    # A config that is not built yet has none
-    is_deepspeed = getattr(training_args, "deepspeed_plugin", None) is not None
+    is_deepspeed = training_args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     settings = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
     yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
@@ -194,10 +193,6 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     if not data:
         unused = ("eval_rewards", "eval_judge_model", "eval_judge_url")
         yield from find_unused(script_args, unused, "without `--eval_dataset_name` or `--eval_split`", *of_data)
-    if is_full and "learning_rate" not in script_args.typed and hasattr(training_args, "deepspeed_plugin"):
-        logger.warning(
-            f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, such as 1e-5."
-        )
 
 
 def _check_model(name: str) -> None:
