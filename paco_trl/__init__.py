@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaCo-RL (arXiv 2512.04784) as a Hugging Face extension: train consistent image generation with reinforcement learning.
+"""PaCo-RL (arXiv 2512.04784) as a Hugging Face extension: reinforcement learning of consistent image generation.
 
 The names below are imported when they are first used, so that `import paco_trl` stays light: the trainers bring in
 torch, diffusers and TRL, which take seconds.

@@ -45,14 +45,15 @@ def _warn(message: str) -> None:
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """Delete the staging folders of a run that was killed while saving. Only call it from the run that owns `output_dir`."""
+    """Delete the staging folders of a run killed while saving. Only call it from the run that owns `output_dir`."""
     folder = Path(output_dir) / STAGING
     with suppress(OSError):
         _restore_replaced(Path(output_dir))
     if replaced := _find_replaced(Path(output_dir)):
         names = ", ".join(path.name for path in replaced)
         _warn(
-            f"'{folder}' keeps {names} of an interrupted run, because something incomplete is in its place. Move that away."
+            f"'{folder}' keeps {names} of an interrupted run, because something incomplete is in its place. Move that "
+            "away."
         )
     elif folder.is_dir():
         if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
@@ -144,7 +145,7 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Find the complete checkpoint to resume from: a directory, the latest (`True`), or the latest if any (`"auto"`)."""
+    """Find the complete checkpoint to resume: a directory, the latest (`True`), or the latest if any (`"auto"`)."""
     # The command line passes "True" as text
     requested = {"true": True, "false": None}.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
     # The launcher (`--max_restarts`) restarted the processes after one failed
@@ -260,7 +261,8 @@ def check_rerun(output_dir: str | Path, resumed_checkpoint: Path | None) -> None
         names = ", ".join(checkpoint.name for checkpoint in checkpoints[::-1])
         raise OptionError(
             f"`output_dir`, '{output_dir}', has {names} of an earlier run. Resume it with "
-            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another directory.",
+            "`resume_from_checkpoint='auto'`, delete it with `overwrite_output_dir=True`, or choose another "
+            "directory.",
             "output_dir",
         )  # fmt: skip
 
@@ -286,7 +288,7 @@ def write_checkpoint(
     run: dict,
     *writers: Callable[[Path], Any],
 ) -> None:
-    """Write a checkpoint to a staging folder, and publish it once all ranks are done, or raise on all ranks. Collective."""
+    """Write a checkpoint to a staging folder, and publish it once all ranks are done, or raise on all. Collective."""
     from accelerate.utils import gather_object
     from safetensors import SafetensorError
 

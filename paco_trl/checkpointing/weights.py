@@ -23,7 +23,7 @@ from torch import nn
 
 
 def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.Module) -> int:
-    """Return DeepSpeed's ZeRO stage, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
+    """Return the stage of ZeRO, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return 0 if plugin is None or wrapped_model is model else max(plugin.zero_stage, 1)
 
@@ -61,13 +61,14 @@ def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> 
     )
     raise ValueError(
         f"{len(set(missing))} of {len(parameters)} trained weights have no gradient after the first backward pass, "
-        f"since their layers do not affect the prediction. They would not be trained, and with DDP nothing would be. {remedy} "
-        f"name them in `unused_layers` of the family class (docs/families.md): {', '.join(map(repr, layers))}."
+        "since their layers do not affect the prediction. They would not be trained, and with DDP nothing would be. "
+        f"{remedy} name them in `unused_layers` of the family class (docs/families.md): "
+        f"{', '.join(map(repr, layers))}."
     )
 
 
 def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Return this process's local weights in float32, without a copy if possible. Without an engine, `zero_stage` is 0."""
+    """Return this process's weights in float32, without a copy if possible. Without an engine, `zero_stage` is 0."""
     parameters = trained_parameters(model)
     if zero_stage == 0:
         # Under DeepSpeed, weights are in the compute dtype until the engine exists
@@ -118,8 +119,8 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
     """Load full weights into the model and DeepSpeed's masters. Collective: call on all ranks, with all weights."""
     if mismatched := full.keys() ^ trained_parameters(model).keys():
         raise ValueError(
-            f"The checkpoint's weights do not match the trained ones: {len(mismatched)} are only in one of them, such as "
-            f"{min(mismatched)!r}. Use the same adapter, or another `output_dir`."
+            f"The checkpoint's weights do not match the trained ones: {len(mismatched)} are only in one of them, such "
+            f"as {min(mismatched)!r}. Use the same adapter, or another `output_dir`."
         )
     local = split_weights(model, full, zero_stage)
     _write(model, local, zero_stage)

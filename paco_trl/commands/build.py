@@ -39,8 +39,8 @@ def grid_prompts(args) -> Dataset:
         grids.load()  # raises an error with advice
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
         raise ValueError(
-            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage `prompts` as "
-            "before, or choose another `--build_dir`."
+            f"The prompts in {args.build_dir} are not those that the grids were generated from. Rerun the stage "
+            "`prompts` as before, or choose another `--build_dir`."
         )
     return prompts
 
@@ -229,8 +229,8 @@ def publish(args: arguments.PublishArguments) -> None:
     if reasons.is_done:
         if reasons.settings["pairs"] != digest_of_pairs(pairs):
             raise ValueError(
-                f"The reasons in {reasons.path} were written for other pairs. Delete the directory, then run the stage "
-                "`reasons`, or publish only the labels."
+                f"The reasons in {reasons.path} were written for other pairs. Delete the directory, then run the "
+                "stage `reasons`, or publish only the labels."
             )
         pairs, report["reasons"] = reasons.load(), reasons.report
     url = building.publish_dataset(

@@ -34,7 +34,10 @@ from .stages import run_stage
 if TYPE_CHECKING:
     from ..generation.inference import LoadingSpec
 
-PIPELINE_QUANTIZATION = "Quantization of transformer and text encoders: `auto` (as in the run), `nf4`, `int8`, `fp8`, `fp8_storage`, or `None`."
+PIPELINE_QUANTIZATION = (
+    "Quantization of transformer and text encoders: `auto` (as in the run), `nf4`, `int8`, `fp8`, `fp8_storage`, or "
+    "`None`."
+)
 
 
 @dataclass

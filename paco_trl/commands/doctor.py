@@ -300,8 +300,8 @@ def check_rewards_load(state: DoctorState) -> Row | str:
 
 def _try_reward(rewards: Rewards, rows: PromptRows, args: PaCoGRPOConfig) -> None:
     """
-    Call a reward once, on images of noise for the first prompt: blank ones have no contrast to divide by. A run does not, since
-    a user's function may count its calls, draw random numbers, or pay for each image.
+    Call a reward once, on images of noise for the first prompt: blank ones have no contrast to divide by. A run does
+    not, since a user's function may count its calls, draw random numbers, or pay for each image.
     """
     (height, width), layout = rows.requested_sizes[0], rows.image_layouts[0]
     size = training_size(height or args.height, width or args.width, *layout, args.resolution_scale, 1)
@@ -348,7 +348,8 @@ def check_model(state: DoctorState) -> Row | str:
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
         f"{trainer.compute_dtype}; {description}: {sum(p.numel() for p in weights):,} parameters trained. "
-        f"Trained at {_format_counts(state.generator.sizes)} (multiples of {trainer.family.size_multiple(trainer.pipeline)} pixels)."
+        f"Trained at {_format_counts(state.generator.sizes)} (multiples of "
+        f"{trainer.family.size_multiple(trainer.pipeline)} pixels)."
     )
     limit, epsilon = trainer.family.max_stable_epsilon, max(args.clip_range)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
@@ -458,8 +459,8 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
     if plan.mapped_peak:
         dtype = "bfloat16" if plan.run.args.bf16 else "float32"
         lines.append(
-            f"Besides, {format_size(plan.mapped_peak)} are mapped from files, which the system can drop, if these are in "
-            f"{dtype}; other files are converted, and need as much host memory."
+            f"Besides, {format_size(plan.mapped_peak)} are mapped from files, which the system can drop, if these are "
+            f"in {dtype}; other files are converted, and need as much host memory."
         )
     return Row(verdict, "\n".join(lines), advice.strip(), table=plan.table())
 
@@ -473,8 +474,8 @@ def check_noise_free(state: DoctorState) -> Row | str:
     scale = pipeline_output.latents.abs().max().item()
     tolerance = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
     finding = (
-        f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of the "
-        f"untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
+        f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of "
+        f"the untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
         f"{scale:.3g}, accepted {tolerance:.3g})."
     )
     if difference <= tolerance:  # NaN is not
@@ -522,8 +523,8 @@ def check_ratio(state: DoctorState) -> Row | str:
         is_good = all(value <= trainer.statistics.tolerance for value in deviations.values())
         advice = (
             "Rollout and training compute different numbers. Look for dropout, layers that behave differently with "
-            f"gradients, or a compiled replay. In bf16, it may be rounding if `epsilon` ({args.epsilon:g}) is small: then "
-            "set `ratio_tolerance` above it."
+            f"gradients, or a compiled replay. In bf16, it may be rounding if `epsilon` ({args.epsilon:g}) is small: "
+            "then set `ratio_tolerance` above it."
         )
         return Row(WARNING if is_good else FAILED, finding, advice)
     if not has_gradient:

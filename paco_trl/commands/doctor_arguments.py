@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         sys.stdout.write(
             "usage: paco-trl doctor {grpo,nft,reward} [the options of that command] [--device_memory 24GiB]\n\n"
-            "Check a run before it starts: data, rewards, model, memory, and the first steps. With `--device_memory` nothing is\n"
-            "loaded, and the memory is planned for a device of that size:\n\n"
+            "Check a run before it starts: data, rewards, model, memory, and the first steps. With `--device_memory` "
+            "nothing is\nloaded, and the memory is planned for a device of that size:\n\n"
             "    paco-trl doctor grpo --config flux.2-klein-4b-24gb --dataset_name demo --device_memory 24GiB\n\n"
             "`paco-trl doctor grpo --help` lists the options.\n"
         )

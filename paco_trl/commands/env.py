@@ -26,7 +26,8 @@ def newer_than_tested() -> list[str]:
     """Describe libraries that are newer than the tested versions."""
     installed_versions = {name: version_of(name) or tested_version for name, tested_version in TESTED_WITH.items()}
     return [
-        f"paco_trl was tested with {name} {tested_version}, but {installed_versions[name]} is installed. Its trainers override private "
+        f"paco_trl was tested with {name} {tested_version}, but {installed_versions[name]} is installed. Its trainers "
+        "override private "
         f'methods of {name}. If a run fails in them, `pip install "{name}=={tested_version}.*"`.'
         for name, tested_version in TESTED_WITH.items()
         if Version(installed_versions[name]).release[:2] > Version(tested_version).release

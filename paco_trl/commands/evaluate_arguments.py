@@ -108,7 +108,8 @@ class SetOptions:
 
     set_layout: str | None = option(
         None,
-        "Layout of image sets: a `grid`, or `separate` images. Defaults to the adapter's run, or the layout in its row.",
+        "Layout of image sets: a `grid`, or `separate` images. Defaults to the adapter's run, or the layout in its "
+        "row.",
         choices=SET_LAYOUTS,
     )
 
@@ -122,8 +123,8 @@ class PanelOptions(SetOptions):
     )
     panel_generation: str | None = option(
         None,
-        "Separate images are `independent`, from `shared_noise`, or `anchored`: the first is the source of the others. "
-        "Defaults to the adapter's run, or `independent`.",
+        "Separate images are `independent`, from `shared_noise`, or `anchored`: the first is the source of the "
+        "others. Defaults to the adapter's run, or `independent`.",
         choices=(None, *PANEL_GENERATIONS),
     )
 
@@ -134,7 +135,8 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
 
     adapter: list[str] | None = option(
         None,
-        "Adapters, or full transformers of runs, to compare with the base model. If `None`, only the base model is evaluated.",
+        "Adapters, or full transformers of runs, to compare with the base model. If `None`, only the base model is "
+        "evaluated.",
     )
     model_name_or_path: str | None = option(  # type: ignore[assignment]  # has a default in training
         None, "Hub id or directory of the pipeline. Defaults to the first adapter's base model, or FLUX.1-dev."
@@ -166,8 +168,9 @@ class PromptsArguments(RewardOptions, PanelOptions, PromptDataArguments):
         yield from find_unused_reward_options(self)
         if len({*self.folders}) < len(self.folders):
             yield OptionError(
-                f"`--adapter` is {', '.join(self.adapter or ())}, so that two systems would write to one directory, named after "
-                "the last part of a name (or `base`). Evaluate them in separate calls with their own `--output_dir`.", "adapter",
+                f"`--adapter` is {', '.join(self.adapter or ())}, so that two systems would write to one directory, "
+                "named after the last part of a name (or `base`). Evaluate them in separate calls with their own "
+                "`--output_dir`.", "adapter",
             )  # fmt: skip
 
 
@@ -330,8 +333,8 @@ class JudgeArguments(JudgeOptions):
     )
     dataset_name: str | None = option(
         None,
-        "Hub id, directory or file: a copy of the benchmark, or rankings or pairs in the formats of `paco-trl reward`. If `None`, "
-        "the benchmark on the Hub.",
+        "Hub id, directory or file: a copy of the benchmark, or rankings or pairs in the formats of `paco-trl "
+        "reward`. If `None`, the benchmark on the Hub.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
@@ -343,8 +346,8 @@ class JudgeArguments(JudgeOptions):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge both "
-        "edits; if `None`, each edit is scored on its own.",
+        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge "
+        "both edits; if `None`, each edit is scored on its own.",
     )
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")

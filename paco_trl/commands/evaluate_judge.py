@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank), on labeled pairs such as those that were
-held out of its training, or on pairs of edits.
+`paco-trl evaluate judge`: evaluates a judge on human rankings (ConsistencyRank), on labeled pairs such as those that
+were held out of its training, or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights

@@ -157,7 +157,8 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
         others = [read_adapter(adapter, first_spec.model, **options) for adapter in adapters[1:]]
     except OtherBaseError as error:
         raise ValueError(
-            f"Adapters must have the same base model, here '{first_spec.model}', but one has another. Evaluate them separately."
+            f"Adapters must have the same base model, here '{first_spec.model}', but one has another. Evaluate them "
+            "separately."
         ) from error
     adapter_specs = [first_spec, *others] if adapters else []
     systems = [
@@ -181,7 +182,8 @@ def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
     row = next((image.row_number for image in rows.image_prompts if image.prompt == first), None)
     if row is None:
         return None
-    return f"{public_name(spec.name)} was trained on these prompts, at least on row {row}: it may be better on these alone."
+    name = public_name(spec.name)
+    return f"{name} was trained on these prompts, at least on row {row}: it may be better on these alone."
 
 
 def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
@@ -319,8 +321,8 @@ def _results(
         for row, image in systems[0]["files"]
     ]
     leakage = (
-        "An adapter that was trained on these prompts may only be better on them. Of its training prompts only the first "
-        "was looked for."
+        "An adapter that was trained on these prompts may only be better on them. Of its training prompts only the "
+        "first was looked for."
     )
     alerts += [system["leak"] for system in systems if system["leak"]]
     noise = (

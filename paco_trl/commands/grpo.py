@@ -55,8 +55,8 @@ class ImageCommandParser(CommandParser):
         script_args, training_args, *others = super().parse_args_and_config(args)
         if not script_args.use_peft and "learning_rate" not in script_args.typed:
             logger.warning(
-                f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much less, "
-                "such as 1e-5."
+                f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much "
+                "less, such as 1e-5."
             )
         return script_args, training_args, *others
 

@@ -179,7 +179,8 @@ def launch(command: list[str], argv: list[str]) -> None:
     file, number = options.accelerate_config, options.num_processes
     if is_launched and remaining != argv:
         raise OptionError(
-            "`--num_processes` and `--accelerate_config` have no effect in a command that is already launched. Leave them out."
+            "`--num_processes` and `--accelerate_config` have no effect in a command that is already launched. Leave "
+            "them out."
         )
     if file is None and number is None:
         return
@@ -208,8 +209,8 @@ def _check_names(argv: list[str]) -> None:
         if any("\ud800" <= character <= "\udfff" for character in name):
             escaped_name = os.fsencode(name).decode(errors="backslashreplace")
             raise OptionError(
-                f"'{escaped_name}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename it, or set "
-                "`LC_ALL=C.UTF-8 PYTHONUTF8=1`."
+                f"'{escaped_name}' is not text in {sys.getfilesystemencoding()}, the encoding of this process. Rename "
+                "it, or set `LC_ALL=C.UTF-8 PYTHONUTF8=1`."
             )
 
 

@@ -59,8 +59,8 @@ def merge(args: MergeArguments) -> None:
         )
         if path is not None and "quantization_config" in read_json(path):
             raise ValueError(
-                f"The weights of the base model '{base}' are quantized, and quantizing them again would lose the adapter's "
-                "changes. Use the unquantized model, also in the adapter's `base_model_name_or_path`."
+                f"The weights of the base model '{base}' are quantized, and quantizing them again would lose the "
+                "adapter's changes. Use the unquantized model, also in the adapter's `base_model_name_or_path`."
             )
         say("merge", f"Merging '{adapter}' into '{base}'.")
         dtype = merge_weights(saved, base, revision, args.dtype, folder)
@@ -138,8 +138,8 @@ def _merge_layers(model: PeftModel) -> nn.Module:
             weight.data = weight.data.to(dtypes[key])
             if not torch.isfinite(weight).all():
                 raise ValueError(
-                    f"`{key}` of the layer '{name}' is not finite after merging, because the adapter is broken, or its weights overflow "
-                    f"in {dtypes[key]}. Try `--dtype float32`."
+                    f"`{key}` of the layer '{name}' is not finite after merging, because the adapter is broken, or "
+                    f"its weights overflow in {dtypes[key]}. Try `--dtype float32`."
                 )
     with warnings.catch_warnings():
         # Merges other layers. PEFT warns about each LoRA layer that is already merged

@@ -32,8 +32,8 @@ _USUAL = """
 _HELP = {
     "model_init_kwargs": "Arguments of the model's `from_pretrained`, as JSON, such as a revision.",
     "max_steps": "Number of optimizer steps, instead of `num_train_epochs`.",
-    "resume_from_checkpoint": "`auto`: the latest checkpoint in `output_dir`, or from scratch without one; `True`: the "
-    "latest; or the directory of one.",
+    "resume_from_checkpoint": "`auto`: the latest checkpoint in `output_dir`, or from scratch without one; `True`: "
+    "the latest; or the directory of one.",
 }
 
 
@@ -51,7 +51,8 @@ _TYPES: dict[str, Callable] = {"bool": _to_bool, "int": int, "float": float}
 # Options of diffusers' scripts and of PEFT's examples, which resemble others here more
 _OTHER_NAMES = {
     **dict.fromkeys(("--rank", "--lora_rank"), "--lora_r"), "--batch_size": "--per_device_train_batch_size",
-    "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps", "--lr": "--learning_rate",
+    "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps",
+    "--lr": "--learning_rate",
 }  # fmt: skip
 
 

@@ -37,13 +37,14 @@ class ScriptArguments:
     )
     dataset_name: str = option(
         "X-GenGroup/PaCo-Dataset",
-        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings. Or a file "
-        "of those, such as JSON lines with the paths of images.",
+        "Hub id or directory of the data: in the layout of PaCo-Dataset, or with `dataset_split` pairs or rankings. "
+        "Or a file of those, such as JSON lines with the paths of images.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_files: list[str] | None = option(
         None,
-        "Files of PaCo-Dataset to train on. If `None`, `consistency_reward_cot_train` and `sharegpt_editing_cot` (paper).",
+        "Files of PaCo-Dataset to train on. If `None`, `consistency_reward_cot_train` and `sharegpt_editing_cot` "
+        "(paper).",
     )
     eval_files: list[str] | None = option(
         None, "Files of PaCo-Dataset to evaluate on, for example `consistency_reward_cot_test`."
@@ -109,7 +110,8 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
     """Yield errors of contradictory options, and of options for other data."""
     yield from check_names(script_args)
     if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
-        message = f"'{script_args.model_name_or_path}' is an image pipeline, no vision-language model, from which a judge is trained."
+        model = script_args.model_name_or_path
+        message = f"'{model}' is an image pipeline, no vision-language model, from which a judge is trained."
         yield OptionError(message, "model_name_or_path")
     if script_args.load_in_4bit and script_args.load_in_8bit:
         message = "`--load_in_4bit` and `--load_in_8bit` exclude each other. Leave one out."
@@ -120,7 +122,8 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     names, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
     if unused := [name for name in names if getattr(script_args, name) is not None]:  # also of a recipe
-        message = f"{', '.join(f'`--{name}`' for name in unused)} would do nothing {where} the layout of PaCo-Dataset. Leave it out."
+        flags = ", ".join(f"`--{name}`" for name in unused)
+        message = f"{flags} would do nothing {where} the layout of PaCo-Dataset. Leave it out."
         yield OptionError(message, *unused, "dataset_split", "dataset_name")
 
 

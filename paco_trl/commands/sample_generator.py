@@ -124,7 +124,7 @@ class SampleGenerator:
         return self.policy.encoder.fetch(self._plan(1), [self.row_number], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
-        """Return the output of the scheduler's last step, since the 8 bits per channel of an image hide differences."""
+        """Return the output of the scheduler's last step, since 8 bits per channel of an image hide differences."""
         encoded, latents = self._encode(), list[torch.Tensor]()
         with self.policy.on_device():
             scheduler = self.pipeline.scheduler

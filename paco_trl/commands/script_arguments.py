@@ -63,12 +63,12 @@ class RewardOptions:
 
     rewards: list[str] = option(
         ["consistency", "clip_t"],
-        "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, `pick_score`, "
-        "`no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, `rubric:unchanged` "
-        "(edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and `panel_similarity` are for trying "
-        "things out. Your own: "
-        "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments. For "
-        "training each may have a weight: `consistency=0.2 clip_t=1`, in a file `{consistency: 0.2, clip_t: 1}`.",
+        "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, "
+        "`pick_score`, `no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, "
+        "`rubric:unchanged` (edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and "
+        "`panel_similarity` are for trying things out. Your own: "
+        "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments. "
+        "For training each may have a weight: `consistency=0.2 clip_t=1`, in a file `{consistency: 0.2, clip_t: 1}`.",
         "--reward_funcs",
     )
     judge_model: str = option(
@@ -79,8 +79,8 @@ class RewardOptions:
     judge_attn_implementation: str | None = option(None, JUDGE_ATTENTION)
     judge_question: str | None = option(
         None,
-        "Question for the judge: `theme`, `criteria` (each of the dataset's), or your own words. If `None`, the one that "
-        "it was trained on if that is in its `paco_trl.json`, else `theme`.",
+        "Question for the judge: `theme`, `criteria` (each of the dataset's), or your own words. If `None`, the one "
+        "that it was trained on if that is in its `paco_trl.json`, else `theme`.",
     )
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
@@ -433,8 +433,8 @@ def _default_named(script_args: ScriptArguments) -> Iterator[None]:
         if "rewards" in script_args.typed or script_args.rewards != RewardOptions().rewards:
             raise
         message = (
-            f"{error} The rewards are the default: consistency, which asks a judge about pairs of panels, and clip_t. Pass "
-            "others, such as `--rewards clip_t` or `--rewards my_rewards.py`."
+            f"{error} The rewards are the default: consistency, which asks a judge about pairs of panels, and clip_t. "
+            "Pass others, such as `--rewards clip_t` or `--rewards my_rewards.py`."
         )
         raise (OSError if isinstance(error, OSError) else ValueError)(message) from error
 

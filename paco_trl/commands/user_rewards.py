@@ -60,8 +60,8 @@ def find_user_reward(path: str) -> Callable:
             inspect.signature(reward).bind()
         except TypeError as error:
             raise OptionError(
-                f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = {name}(...)` "
-                "there, and name `my_reward`.", "rewards",
+                f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = "
+                f"{name}(...)` there, and name `my_reward`.", "rewards",
             ) from None  # fmt: skip
     return reward
 

@@ -27,8 +27,10 @@ __all__ = [
     "ImageSetPrompt", "SourceImages", "check_edit_columns", "check_image_set_columns", "check_pair_columns",
     "check_ranking_columns", "convert_gedit_bench", "convert_t2is", "criteria_dict",
     "criterion_question", "decision_of", "demo_prompts_path", "disjoint_from", "edit_consistency_question",
-    "edit_following_question", "find_lost_panels", "format_image_set_prompt", "has_source_images", "is_label_only", "join_grid",
+    "edit_following_question", "find_lost_panels", "format_image_set_prompt", "has_source_images", "is_label_only",
+    "join_grid",
     "load_consistency_rank", "load_edit_prompts", "load_image_set_prompts", "load_paco_dataset", "load_stories",
-    "make_pair", "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question", "split_grid",
+    "make_pair", "panel_size", "parse_image_set_prompt", "plain_question", "rankings_to_pairs", "shows_question",
+    "split_grid",
     "swap_pairs", "t2is_bench_question", "theme_question", "validate_pairs",
 ]  # fmt: skip

@@ -39,7 +39,8 @@ def check_is_dataset(dataset: Any, name: str, required: Sequence[str] = ()) -> N
         )
     if dataset.format["type"] == "custom":
         raise ValueError(
-            f"`{name}` has a transform, which would be ignored. Apply it with `dataset.map` instead of `set_transform`."
+            f"`{name}` has a transform, which would be ignored. Apply it with `dataset.map` instead of "
+            "`set_transform`."
         )
     if len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Check its file, split or filter.")
@@ -103,7 +104,8 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
     roles = [REFERENCE_ROLES[0] if role is None else role for role in roles]
     if unknown := [role for role in roles if role not in REFERENCE_ROLES]:
         raise ValueError(
-            f"`reference_roles` of {where} has {shorten(unknown[0])}, but a role is one of {', '.join(REFERENCE_ROLES)}."
+            f"`reference_roles` of {where} has {shorten(unknown[0])}, but a role is one of "
+            f"{', '.join(REFERENCE_ROLES)}."
         )
     return roles
 

@@ -89,7 +89,7 @@ def load_split(
 
 
 def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
-    """Read the splits of a file, directory or repository. Local text files bypass `datasets`, which fills gaps in them."""
+    """Read the splits of a file, directory or repository; local text files without `datasets`, which fills gaps."""
     files = {"train": [path]}
     try:
         if is_saved(path):
@@ -116,15 +116,16 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
                 others = {file for folder in folders for file in folder.glob("[!.]*")} - {*data_files}
                 if ignored_files := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
                     logger.warning(
-                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not {some_of(ignored_files)}."
+                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not "
+                        f"{some_of(ignored_files)}."
                     )
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()
                 return builder.as_dataset()
     except ConnectionError as error:
         raise ConnectionError(
-            f"'{path}' cannot be read: {error}. Pass a file or directory, or load the dataset once with a connection (without "
-            "`HF_HUB_OFFLINE`), to have it in the cache."
+            f"'{path}' cannot be read: {error}. Pass a file or directory, or load the dataset once with a connection "
+            "(without `HF_HUB_OFFLINE`), to have it in the cache."
         ) from error
     except (DatasetGenerationError, ValueError) as error:
         if not str(error).startswith("Config name is missing"):
@@ -159,7 +160,8 @@ def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -
     except (ValueError, AssertionError) as error:
         if str(error).startswith("Unrecognized instruction format") and "[" in split:
             raise ValueError(
-                f"The split {split!r} is not a slice of rows. Write one as `train[:18]`, `train[18:]` or `train[:50%]`."
+                f"The split {split!r} is not a slice of rows. Write one as `train[:18]`, `train[18:]` or "
+                "`train[:50%]`."
             ) from error
         raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(splits))}.") from error
     nonempty = [span for span in slices if span.from_ < span.to]  # `select` rejects a slice beyond the end
@@ -182,7 +184,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     ending = data_ending(path)
     if ending not in TEXT_DATA:
         raise ValueError(
-            f"'{path}' is not a data file: its name must end in {', '.join(TEXT_DATA)}, optionally with .gz, or {PARQUET}."
+            f"'{path}' is not a data file: its name must end in {', '.join(TEXT_DATA)}, optionally with .gz, or "
+            f"{PARQUET}."
         )
     text = read_text(path)
     if ending == LINES:
@@ -284,7 +287,8 @@ def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the
             values = dataset[name][:]
             row = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
             raise ValueError(
-                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give every row a path, or every row a list."
+                f"`{name}` of row {row} of '{where}' is {shorten(values[row])}. Give every row a path, or every row a "
+                "list."
             )
         is_struct = isinstance(inner, dict) and {*inner} <= {"bytes", "path"}
         if is_struct or inner in _STORED_IMAGES or isinstance(feature, LargeList) and isinstance(inner, Image):
@@ -368,8 +372,8 @@ def image_file(name: Any, folders: Sequence[Path]) -> Path:
     target = path.resolve()
     if not any(target.is_relative_to(_resolved(str(allowed_folder))) for allowed_folder in [*folders, *caches]):
         raise ValueError(
-            f"the path {name!r} leaves the dataset's directory {folders[0]} (by a link?). Move the images into it, or move "
-            "the dataset's file next to the images."
+            f"the path {name!r} leaves the dataset's directory {folders[0]} (by a link?). Move the images into it, or "
+            "move the dataset's file next to the images."
         )
     return path
 

@@ -97,8 +97,9 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
         num_ignored = len(_MARKER.findall(prompt)) - len(names)
         position_markers = "`[TOP]-[LEFT]:`, `[TOP]-[RIGHT]:` ... or " if rows > 1 else "`[LEFT]:`, `[RIGHT]:` ... or "
         raise ValueError(
-            f"The prompt {excerpt} has {len(names)} panel markers ({' '.join(names)}) that do not fit its {rows}x{cols} grid. "
-            f"Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order. {num_ignored} more are inside sentences, and do not count."
+            f"The prompt {excerpt} has {len(names)} panel markers ({' '.join(names)}) that do not fit its "
+            f"{rows}x{cols} grid. Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order. "
+            f"{num_ignored} more are inside sentences, and do not count."
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]

@@ -126,7 +126,7 @@ def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None
 
 
 def complete_image_sets(dataset: Dataset) -> Dataset:
-    """Complete image-set prompts like [`load_image_set_prompts`], and check them. The dataset itself is not changed."""
+    """Complete image-set prompts like [`load_image_set_prompts`], and check them. The dataset is not changed."""
     for name in _SIZE_COLUMNS:  # pandas has no integers next to missing values
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
@@ -217,8 +217,8 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
         theme = _GRID_INTRODUCTION.sub("", theme).strip()
         if not theme:
             raise ValueError(
-                f"Row {index} has no `theme`, and its prompt names none: {shorten(prompt)}. Separate images would have "
-                "nothing in common. Add a theme, or keep the row a grid."
+                f"Row {index} has no `theme`, and its prompt names none: {shorten(prompt)}. Separate images would "
+                "have nothing in common. Add a theme, or keep the row a grid."
             )
         prompt = " ".join([theme, *row["panels"]])
         return {**row, **empty_sizes, "layout": SEPARATE, "theme": theme, "prompt": prompt, "rows": 1, "cols": count}

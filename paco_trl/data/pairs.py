@@ -316,7 +316,7 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
 
 
 def _cache_file(dataset: Dataset) -> Path:
-    """Return the cache file of [`_decode_images`], named after the dataset and the sizes and times of its image files."""
+    """Return the cache file of [`_decode_images`], named after the dataset and sizes and times of its image files."""
     # Other versions may decode other files
     versions = f"Pillow {version('pillow')}, qwen-vl-utils {version('qwen-vl-utils')}"
     digest = hashlib.sha256(f"{dataset._fingerprint} {versions}\n".encode())

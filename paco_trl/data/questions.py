@@ -40,7 +40,7 @@ def reference_question(role: str) -> str:
 
 
 def edit_consistency_question(instruction: str) -> str:
-    """Ask whether an edit (second image) keeps all that its instruction does not name: the published reward's question."""
+    """Ask the published reward's question: whether an edit (second image) keeps what its instruction does not name."""
     return question("edit_consistency", instruction=instruction)
 
 

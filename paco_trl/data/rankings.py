@@ -70,7 +70,7 @@ def ranking_features() -> Features:
 
 
 def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]:
-    """Read the reference, candidates and ranking of a record. Errors are worded to follow `<file>, record <number>: `."""
+    """Read reference, candidates and ranking of a record. Errors are worded to follow `<file>, record <number>: `."""
     reference = record.get("ref_image", record.get("ref_img"))
     names = record.get("comp_images", record.get("comparison_images"))
     order = record.get("rank_images")

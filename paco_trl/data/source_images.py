@@ -84,7 +84,7 @@ class SourceImages:
         return [Path(image["path"]) if image["bytes"] is None else None for _, image in self._images(row)]
 
     def load(self, row: int, in_rgb: bool = True) -> list[Image.Image]:
-        """Decode the images of a row, in RGB or their original modes; raise `ValueError` for damaged or changed ones."""
+        """Decode the images of a row, in RGB or their own modes; raise `ValueError` for damaged or changed ones."""
         images = zip(self._images(row), self._sizes[row], strict=True)
         return [self._decode(*image, size, in_rgb) for image, size in images]
 
@@ -121,8 +121,8 @@ class SourceImages:
             decoded_image = to_rgb(decoded_image, "The image") if in_rgb else decoded_image
         if decoded_image.size != size:
             raise ValueError(
-                f"{name} has {decoded_image.width} x {decoded_image.height} pixels (width x height), but {size[0]} x {size[1]} in "
-                "its header. Save it again, unless it was changed during the run."
+                f"{name} has {decoded_image.width} x {decoded_image.height} pixels (width x height), but {size[0]} x "
+                f"{size[1]} in its header. Save it again, unless it was changed during the run."
             )
         return decoded_image
 

@@ -146,7 +146,7 @@ class Vote(NamedTuple):
 
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
-    """Count the votes on an instance, from each annotator's ranks of the candidates (1 is best, equal ranks are tied)."""
+    """Count the votes on an instance, from each annotator's ranks of the candidates (1 is best, equal ones tie)."""
     candidates = range(len(ranks[0]))
     # Number of annotators who put i before j, minus the number who put j before i
     margins = [[sum((row[i] < row[j]) - (row[i] > row[j]) for row in ranks) for j in candidates] for i in candidates]
@@ -164,7 +164,7 @@ def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
 
 
 def kendalls_w(ranks: Sequence[Sequence[int]]) -> float:
-    """Compute Kendall's coefficient of concordance, corrected for ties; NaN if there are too few orders or candidates."""
+    """Compute Kendall's coefficient of concordance, corrected for ties; NaN with too few orders or candidates."""
     from scipy.stats import friedmanchisquare
 
     if len(ranks) < 2 or len(ranks[0]) < 3 or all(len(set(row)) == 1 for row in ranks):

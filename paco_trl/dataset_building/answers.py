@@ -65,8 +65,8 @@ def ask_in_rounds(
         text, reason = replies[name][0]
         return ValueError(
             f"None of {sum(map(len, replies.values()))} answers of {endpoint.name} can be used as {purpose} "
-            f"({_format_causes(causes)}). The answer to {name!r}: {reason or shorten(text)}. Serve a model that follows "
-            f"instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
+            f"({_format_causes(causes)}). The answer to {name!r}: {reason or shorten(text)}. Serve a model that "
+            f"follows instructions, without thinking aloud; then delete {journal.path}, or choose another directory."
         )
 
     texts: dict[Any, list] = {name: [] for name in target_counts}

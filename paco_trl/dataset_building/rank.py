@@ -88,7 +88,8 @@ def rank_with_judge(
         if (judge_name, record.get("scorer")) != (judge.name, scorer):
             conflict = f"{judge_name!r} {'with other weights or code' if judge_name == judge.name else 'already'}"
             raise ValueError(
-                f"The annotator {annotator!r} is {conflict}. Rank under another name (`--annotator`), or delete {file}."
+                f"The annotator {annotator!r} is {conflict}. Rank under another name (`--annotator`), or delete "
+                f"{file}."
             )
     annotated_instances = {annotation.instance for annotation in read_annotations(existing_files, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in annotated_instances]

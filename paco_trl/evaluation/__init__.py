@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval",
     "calibration_bins", "evaluate_edit_reward", "evaluate_pairs", "evaluate_rankings", "expected_calibration_error",
-    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics", "report_tables",
-    "save_report",
+    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics",
+    "report_tables", "save_report",
 ]  # fmt: skip
 
 # Lazy, so that the metrics do not import torch

@@ -30,7 +30,8 @@ class AestheticScorer:
             pickles: convert them first.
         clip_model (`str` or `Path`, *optional*, defaults to `"openai/clip-vit-large-patch14"`):
             Hub id or directory of the CLIP that the head was trained on.
-        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
+        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*,
+        defaults to `32`):
             See [`ClipIScorer`].
 
     Attributes:

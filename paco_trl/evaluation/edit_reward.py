@@ -89,7 +89,8 @@ def evaluate_edit_reward(
     token that it samples at random.) Transparency is dropped instead of put on white.
 
     Args:
-        scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`), protocol (`str`, *optional*, defaults to `"default"`):
+        scorer (`Any`), output_path (`str` or `Path`, *optional*), batch_size (`int`, *optional*, defaults to `16`),
+        protocol (`str`, *optional*, defaults to `"default"`):
             See [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit)
             and the instruction, and returns 1 if the first edit is better, 0 if the second is, 0.5 for a tie, or
             `None`, which is never correct.

@@ -27,9 +27,9 @@ def evaluate_pairs(
             Pairs in the format of [`~paco_trl.PaCoRewardTrainer`]: `images`, `prompt`, `completion`.
 
     Returns:
-        `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`], and `metrics`: `accuracy` (`mean` and bootstrap `interval`), the fraction of
-        pairs whose more probable answer is the label, and `auroc` and `ece` (`mean`). AUROC is NaN if all pairs have
-        the same label.
+        `dict[str, Any]`: `settings`, `num_instances` and `num_unanswered` as in [`evaluate_rankings`], and `metrics`:
+        `accuracy` (`mean` and bootstrap `interval`), the fraction of pairs whose more probable answer is the label,
+        and `auroc` and `ece` (`mean`). AUROC is NaN if all pairs have the same label.
 
     Raises:
         ValueError: If a row is broken, the file belongs to another run, or a score is not a probability.

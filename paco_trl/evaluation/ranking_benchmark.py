@@ -22,7 +22,7 @@ IMAGE_COLUMNS = ("reference", "candidates")
 
 
 def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
-    """Return the questions about each pair of a row, whose score is the mean over lists of the mean within each list."""
+    """Return the questions about each pair of a row, whose score is the mean over lists of each list's mean."""
     if template != "criteria":  # "theme" is the question that `rankings_to_pairs` trains on
         return [[default_question(row) if template == "theme" else plain_question()]]
     criteria = criteria_dict(row.get("criteria"))
@@ -63,8 +63,8 @@ def evaluate_rankings(
         template (`str`, *optional*):
             Question about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
-            - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or the
-              full text of another prompt. The question of the published judge.
+            - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
+              the full text of another prompt. The question of the published judge.
             - `"criteria"`: whether the pair meets each criterion, averaged within dimensions, then over them.
             - `"plain"`: the question without the theme.
         output_path (`str` or `Path`, *optional*):

@@ -114,8 +114,8 @@ def check_sources(
     if max_images is not None and sources.max_count + is_anchored > max_images:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source "
-            f"images{' besides its first panel' * is_anchored}, but {name} takes at most {max_images}. Leave images out: "
-            f"`load_edit_prompts(..., max_images={max_images})`."
+            f"images{' besides its first panel' * is_anchored}, but {name} takes at most {max_images}. Leave images "
+            f"out: `load_edit_prompts(..., max_images={max_images})`."
         )
     for row, key in enumerate(keys):
         sizes = sources.sizes(row)  # detects unreadable sources, whatever the pipeline

@@ -84,7 +84,8 @@ def generate_grids(
             anchored sets.
         height (`int`, *optional*), width (`int`, *optional*):
             Size of the images in pixels. If `None`, the size in the prompt's row.
-        panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`), panel_generation (`str`, *optional*, defaults to `"independent"`):
+        panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`), panel_generation (`str`, *optional*,
+        defaults to `"independent"`):
             Options for separate images, see [`~paco_trl.PaCoGRPOConfig`].
         **call_arguments:
             Further arguments of the pipeline call, for example `num_inference_steps` or `guidance_scale`.

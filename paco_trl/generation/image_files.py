@@ -91,8 +91,8 @@ def negative_prompts_of(
     for row, negative in enumerate(row_prompts):
         if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
             raise ValueError(
-                f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {name} ignores at `{option}` = {scale}. "
-                "Raise the scale if the model has true guidance, or remove the column."
+                f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {name} ignores at `{option}` = "
+                f"{scale}. Raise the scale if the model has true guidance, or remove the column."
             )
         if negative is not None and family is not None:
             family.resolve_negative_prompt(pipeline, scale, negative)
@@ -241,8 +241,9 @@ def generate_missing(
     flat_images = sorted(gather_object(flat_images), key=all_names.index)
     if flat_images and state.is_main_process:
         logger.warning(
-            f"{len(flat_images)} of {len(all_names)} {image_type} have an image of one flat color: {some_of(flat_images)}. Try another seed "
-            "or, unless a safety checker blanked them, another `dtype`, since they may have had non-finite numbers."
+            f"{len(flat_images)} of {len(all_names)} {image_type} have an image of one flat color: "
+            f"{some_of(flat_images)}. Try another seed or, unless a safety checker blanked them, another `dtype`, "
+            "since they may have had non-finite numbers."
         )
     return flat_images
 

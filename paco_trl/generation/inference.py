@@ -240,8 +240,8 @@ def read_pipeline(
         quantization = loading.get("quantization")
         if quantization is None and card is not None and card.lora is not None and card.lora.quantization:
             logger.warning(
-                f"The base model was quantized in training ({card.lora.quantization}), but is loaded without quantization, "
-                f"since `quantization` only takes {', '.join(QUANTIZATIONS)}."
+                f"The base model was quantized in training ({card.lora.quantization}), but is loaded without "
+                f"quantization, since `quantization` only takes {', '.join(QUANTIZATIONS)}."
             )
     if quantization not in (None, *QUANTIZATIONS):
         choices = ", ".join(map(repr, QUANTIZATIONS))

@@ -110,7 +110,8 @@ def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, publishe
         other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
-            f"{info.id} has a model trained from {other_base}, not from {public_name(base_model)}. Choose another repository."
+            f"{info.id} has a model trained from {other_base}, not from {public_name(base_model)}. Choose another "
+            "repository."
         )
 
 

@@ -145,7 +145,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
 
 
 def _example(card: ImageModelCard) -> dict[str, Any]:
-    """Return what the snippets generate: prompts as lines of code, their layout, and arguments of the pipeline call."""
+    """Return what the snippets generate: prompts as lines of code, their layout, arguments of the pipeline call."""
     prompt, layout, arguments = card.prompt, card.layout, card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."

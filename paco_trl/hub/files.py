@@ -21,7 +21,8 @@ RUN_FILE = "run.json"
 _ROUND, _STEP = "round_" + "[0-9]" * 5, "_step_" + "[0-9]" * 6
 RUN_OUTPUTS = [
     "curves.csv", "curves.png", f"contact_sheets/{_ROUND}.*", f"contact_sheets/*{_STEP}.*",
-    f"contact_sheets/card/{_ROUND}.png", f"contact_sheets/card/[0-9]_{_ROUND}.png", f"contact_sheets/card/*{_STEP}.png",
+    f"contact_sheets/card/{_ROUND}.png", f"contact_sheets/card/[0-9]_{_ROUND}.png",
+    f"contact_sheets/card/*{_STEP}.png",
     "evaluation/*_baseline.pt", *(f"evaluation/*-{kind}-{'[0-9]' * 6}.png" for kind in ("calibration", "wrong_pairs")),
 ]  # fmt: skip
 # Patterns of the card's images
@@ -84,8 +85,8 @@ def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     if not foreign:
         return None
     return (
-        f"'{folder}' has {some_of(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move this "
-        "away, or choose another directory."
+        f"'{folder}' has {some_of(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move "
+        "this away, or choose another directory."
     )
 
 

@@ -15,7 +15,7 @@ from .account import HTTPError
 
 
 class License(NamedTuple):
-    """A license in the Hub's metadata. Licenses unknown to the Hub have the identifier `"other"`, a name and a link."""
+    """A license in the Hub's metadata. Those unknown to the Hub have the identifier `"other"`, a name and a link."""
 
     identifier: str
     name: str | None = None

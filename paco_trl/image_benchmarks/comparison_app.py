@@ -202,7 +202,8 @@ def make_app(
     def note(rows: int, cols: int) -> str:
         if judge is None or rows * cols == 1:
             return ""
-        sure = f"Score: how sure {html.escape(judge.model_name)} is that two panels are consistent, the mean over all pairs."
+        name = html.escape(judge.model_name)
+        sure = f"Score: how sure {name} is that two panels are consistent, the mean over all pairs."
         return f"{sure} Copies score high too, so look at the images."
 
     def follow(prompt: str) -> list[Any]:
@@ -240,8 +241,8 @@ def make_app(
         gr.Markdown(
             f"# {html.escape(title)}: before and after\n"
             + ("A prompt asks for several images that belong together. " if is_set else "")
-            + f"**{base}** generates {'them' if is_set else 'an image'} without and with the adapter **{adapter}**, from the "
-            "same noise: what differs is what training changed.",
+            + f"**{base}** generates {'them' if is_set else 'an image'} without and with the adapter **{adapter}**, "
+            "from the same noise: what differs is what training changed.",
             elem_id="head",
         )
         with gr.Group():

@@ -69,8 +69,8 @@ def score_edits(
     questions without a readable answer, or about changed edits.
 
     > [!WARNING]
-    > The default prompts are this project's own, and scores depend on the prompt and the judge, so that they do not compare
-    > with published tables. With the published protocol, they only compare for the same judge.
+    > The default prompts are this project's own, and scores depend on the prompt and the judge, so that they do not
+    > compare with published tables. With the published protocol, they only compare for the same judge.
 
     Args:
         endpoint ([`~paco_trl.dataset_building.ChatEndpoint`]):
@@ -172,8 +172,9 @@ def _query(
                     if not is_readable and num_replies >= _MAX_UNREADABLE:
                         answer = reply.reason if reply.text is None else shorten(reply.text)
                         raise ValueError(
-                            f"None of {num_replies} answers of {endpoint.name} can be read as scores. The answer for {name!r} is "
-                            f"{answer}. Use a model that sees images and follows instructions, and disable long thinking."
+                            f"None of {num_replies} answers of {endpoint.name} can be read as scores. The answer for "
+                            f"{name!r} is {answer}. Use a model that sees images and follows instructions, and "
+                            "disable long thinking."
                         )
                     if scores is None and attempt + 1 < max_attempts:
                         unreadable.append(name)
@@ -230,7 +231,8 @@ def gedit_results(
         systems (`Sequence[System]`):
             One system, or two to compare the second with the first. `images` has its edits ([`find_edits`]), and
             `folder` the scores of [`score_edits`].
-        missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str, Any]`, *optional*):
+        missing (`str`, *optional*, defaults to `"error"`), dataset_name (`str`, *optional*), leakage (`dict[str,
+        Any]`, *optional*):
             See [`t2is_results`].
         seed (`int`, *optional*, defaults to `0`):
             Seed that the edits were generated with.

@@ -55,8 +55,8 @@ def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
     check_protocol(protocol)
     if (protocol == "published") != (gedit_repo is not None):
         raise ValueError(
-            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}, but the published protocol, and only it, requires "
-            "a clone of https://github.com/stepfun-ai/Step1X-Edit."
+            f"`gedit_repo` is {gedit_repo!r} and `protocol` {protocol!r}, but the published protocol, and only it, "
+            "requires a clone of https://github.com/stepfun-ai/Step1X-Edit."
         )
     if gedit_repo is None:
         return EditProtocol({"semantic": SEMANTIC, "quality": QUALITY}, _request, lambda text, _: read_answer(text), 3)

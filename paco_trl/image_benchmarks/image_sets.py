@@ -86,8 +86,8 @@ class SystemImages:
         """Reject missing images."""
         if self.missing:
             raise ValueError(
-                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. The mean of the "
-                "rest would flatter. Add them, or count them as 0 (`missing='zero'`)."
+                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. The mean "
+                "of the rest would flatter. Add them, or count them as 0 (`missing='zero'`)."
             )
 
 
@@ -127,8 +127,8 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
     matches, counts = matches_by_column[column], {row[column]: row["rows"] * row["cols"] for row in rows}
     if not matches:
         raise ValueError(
-            f"None of the {len(files)} images directly in {folder} belongs to a prompt. Name a grid `<id>.png` and a panel "
-            f"`<id>_<number>.png`, with ids such as {rows[0][column]!r}."
+            f"None of the {len(files)} images directly in {folder} belongs to a prompt. Name a grid `<id>.png` and a "
+            f"panel `<id>_<number>.png`, with ids such as {rows[0][column]!r}."
         )
     images: dict[str, dict[int | None, Path]] = {}
     for path, (name, panel_number) in matches.items():
@@ -146,7 +146,8 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
         numbers = range(first_number, first_number + count) if panel_files.keys() - {None} else [None]
         if extra_files := [path for number, path in panel_files.items() if number not in numbers]:
             raise ValueError(
-                f"{extra_files[0]} is no image of {row[column]!r}, which is one grid or has {count} panels, from {first_number} on."
+                f"{extra_files[0]} is no image of {row[column]!r}, which is one grid or has {count} panels, from "
+                f"{first_number} on."
             )
         sets[key] = ImageSet(key, row["id"], 0, row["rows"], row["cols"], tuple(map(panel_files.get, numbers)))
     _warn_about_unknown([path.name for path in files if path not in matches], Path(folder))
@@ -176,8 +177,12 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
     names = [name for name in ("id", "language", "task_type") if name in prompts.column_names]
     rows = dict(zip(edit_keys(prompts), prompts.with_format(None).select_columns(names), strict=True))
     # A name that is the plain id of one prompt and the encoded id of another belongs to the latter
-    key_by_name = {(directory, name): key for name_of in (str, file_name) for key, row in rows.items()
-             for directory, name in ((directory, name_of(row["id"])) for directory in _directories(folder, row))}  # fmt: skip
+    key_by_name = {
+        (directory, name_of(row["id"])): key
+        for name_of in (str, file_name)
+        for key, row in rows.items()
+        for directory in _directories(folder, row)
+    }
     edits: dict[str, Path] = {}
     unknown_files = []
     for directory in dict.fromkeys(directory for directory, _ in key_by_name):
@@ -193,8 +198,8 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
     if missing := [key for key in rows if key not in edits]:
         where, name = _directories(folder, rows[missing[0]]), file_name(rows[missing[0]]["id"])
         message = (
-            f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was searched as "
-            f"{name}.png directly in {', '.join(map(str, where))}."
+            f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was "
+            f"searched as {name}.png directly in {', '.join(map(str, where))}."
         )
         if not edits:
             raise ValueError(message)
@@ -300,7 +305,8 @@ def write_panel_files(images: SystemImages, benchmark: Dataset, folder: str | Pa
     names = {key: rows[set_.prompt_id].get("case_id") or set_.prompt_id for key, set_ in images.sets.items()}
     if repeated_names := [name for name, count in Counter(names.values()).items() if count > 1]:
         raise ValueError(
-            f"Several sets (of different seeds?) are {repeated_names[0]!r}, so their panels would overwrite one another."
+            f"Several sets (of different seeds?) are {repeated_names[0]!r}, so their panels would overwrite one "
+            "another."
         )
     paths = []
     for key, set_ in images.sets.items():

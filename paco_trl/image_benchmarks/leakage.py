@@ -63,6 +63,9 @@ def leakage_text(leakage: dict[str, Any] | None) -> str:
     if leakage is None:
         return "Leakage: not checked, since no training prompts were given."
     training = f"{leakage['num_training_prompts']} training prompts"
-    groups = [f"{title}: {some_of([prompt['id'] for prompt in leakage[match_type]])}."
-             for match_type, title in (("exact", "the same text"), ("near", "nearly the same")) if leakage[match_type]]  # fmt: skip
+    groups = [
+        f"{title}: {some_of([prompt['id'] for prompt in leakage[match_type]])}."
+        for match_type, title in (("exact", "the same text"), ("near", "nearly the same"))
+        if leakage[match_type]
+    ]
     return f"Leakage: prompts of the benchmark among the {training}, {' '.join(groups) or 'none.'}"

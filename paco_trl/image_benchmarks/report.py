@@ -119,7 +119,10 @@ def _render_report(results: dict[str, Any]) -> Any:
     template = environment.from_string(read_template("generation_report.md.jinja"))
     return template.make_module({
         "results": results, "settings": settings, "title": report_title(results),
-        "images": [["", *names], *([name, *(system["counts"].get(name, "n/a") for system in systems)] for name in count_names)],
+        "images": [
+            ["", *names],
+            *([name, *(system["counts"].get(name, "n/a") for system in systems)] for name in count_names),
+        ],
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     })  # fmt: skip
 
@@ -153,7 +156,7 @@ def report_title(results: dict[str, Any]) -> str:
 
 
 def benchmark_name(results: dict[str, Any]) -> str:
-    """Return the name of the benchmark, or the dataset of your own prompts, with the protocol unless it is the default."""
+    """Return the name of the benchmark, or the dataset of own prompts, with the protocol unless it is the default."""
     is_published = results.get("protocol") == "published"
     return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
 
@@ -165,7 +168,7 @@ def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
 
 
 def verdict(cell: dict[str, Any], higher_is_better: bool = True) -> str:
-    """Describe a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, otherwise `"no"` or `"n/a"`."""
+    """Describe a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, else `"no"` or `"n/a"`."""
     low, high = cell["interval"]
     if low is None or math.isnan(low):
         return "n/a"

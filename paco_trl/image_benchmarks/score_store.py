@@ -81,7 +81,9 @@ def _rank(record: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 @contextmanager
-def open_scores(folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[ScoreStore]:  # fmt: skip
+def open_scores(
+    folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]
+) -> Iterator[ScoreStore]:
     """Open a store with an exclusive lock."""
     store = ScoreStore(folder, name, settings, digests)
     with sole_writer(store.folder / store.name, f"the scores {name!r}"):

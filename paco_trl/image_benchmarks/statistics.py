@@ -118,7 +118,10 @@ def table(
         if any(part not in values for values in systems for part in line.parts):
             continue
         values = [
-            [{unit: v for unit, v in system_values[part].items() if prompts is None or unit[0] in prompts} for part in line.parts]
+            [
+                {unit: v for unit, v in system_values[part].items() if prompts is None or unit[0] in prompts}
+                for part in line.parts
+            ]
             for system_values in systems
         ]  # fmt: skip
         rows.append({
@@ -166,7 +169,8 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
     for name in sorted(base | tuned):
         if changes := differences({name: base.get(name, {})}, {name: tuned.get(name, {})}):
             raise ValueError(
-                f"The scores {name!r} of the two systems differ: {'; '.join(changes)}. Score both with the same settings."
+                f"The scores {name!r} of the two systems differ: {'; '.join(changes)}. Score both with the same "
+                "settings."
             )
 
 

@@ -363,8 +363,8 @@ def _score(
     incomplete_keys = [key for key, record in records.items() if record["incomplete"]]
     if incomplete_keys and store.is_main_process:
         logger.warning(
-            f"{name} gave no score for {len(incomplete_keys)} of {len(records)} sets ({kind}): {some_of(incomplete_keys)}. Its results "
-            "leave them out. Rerun to query it about them again."
+            f"{name} gave no score for {len(incomplete_keys)} of {len(records)} sets ({kind}): "
+            f"{some_of(incomplete_keys)}. Its results leave them out. Rerun to query it about them again."
         )
     return records
 

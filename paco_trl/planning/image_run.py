@@ -146,7 +146,10 @@ class ImageRun:
 
     def _read_prompts(self, train_dataset: Dataset, eval_dataset: Dataset | None) -> None:
         """Find the images of training and evaluation that take the most memory."""
-        read = lambda dataset, where: PromptRows(dataset, self.args, where).measure(self.pipeline, self.family)  # noqa: E731
+
+        def read(dataset: Dataset, where: str) -> PromptRows:
+            return PromptRows(dataset, self.args, where).measure(self.pipeline, self.family)
+
         rows = self.rows = read(train_dataset, "the dataset")
         self.evaluates = eval_dataset is not None
         eval_rows = read(eval_dataset, "the evaluation dataset") if self.evaluates else rows

@@ -49,7 +49,7 @@ def write_known_model(model: str, folder: Path) -> Path:
 
 
 def _build_tokenizer(class_name: str) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """Build a tokenizer with a tiny vocabulary that pads prompts to the real length, or a processor with the real limits."""
+    """Build a tokenizer of few words that pads prompts as the real one, or a processor with the real limits."""
     if class_name == "CLIPTokenizer":
         return train_clip_tokenizer([], 514, max_length=77)
     if class_name == "T5Tokenizer":

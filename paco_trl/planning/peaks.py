@@ -87,7 +87,7 @@ def training_precision(dtype: torch.dtype, autocasts: bool = True) -> Iterator[N
 
 
 def weights_bytes(module: nn.Module, trainable: bool | None = None, quantization: str | None = None) -> int:
-    """Count the bytes of weights and buffers, optionally only trainable or frozen ones, with frozen layers quantized."""
+    """Count the bytes of weights and buffers, optionally of trainable or frozen ones, with frozen layers quantized."""
     parameters = [p for p in module.parameters() if trainable is None or p.requires_grad is trainable]
     total = sum(tensor.nbytes for tensor in (*parameters, *([] if trainable else module.buffers())))
     if quantization is None:

@@ -124,7 +124,8 @@ def _plot_lines(table: pd.DataFrame, lines: dict[str, tuple[str, str]], axes: Ax
         if name in table and (known := table[name].notna()).any():
             size = 4 if len(table) <= 50 else 2
             axes.plot(
-                table["step"][known], table[name][known], marker=".", markersize=size, color=color, label=label, linewidth=1.3,
+                table["step"][known], table[name][known], marker=".", markersize=size, color=color, label=label,
+                linewidth=1.3,
                 linestyle=style,
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties, findfont, fontManager, get_f
 from matplotlib.text import Text
 
 
-# Have letters and symbols that Matplotlib's own font lacks, where one is installed. Fonts of colored emoji do not scale
+# Have letters and symbols that Matplotlib's font lacks, where one is installed. Fonts of colored emoji do not scale
 _OTHER_FONTS = [
     *("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback"),
     *("Arial Unicode MS", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Emoji", "Symbola"),

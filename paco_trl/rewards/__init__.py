@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward",
     "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
-    "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards", "panel_similarity_reward", "redness_reward",
+    "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards",
+    "panel_similarity_reward", "redness_reward",
     "yes_probability",
 ]  # fmt: skip
 

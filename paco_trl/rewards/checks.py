@@ -68,13 +68,13 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
     for function in reward_funcs:
         if isinstance(function, str):
             raise TypeError(
-                f"A reward must be a callable, got {function!r}. Only `--rewards` on the command line takes names: pass "
-                "an object, for example `paco_trl.rewards.ConsistencyReward(...)`."
+                f"A reward must be a callable, got {function!r}. Only `--rewards` on the command line takes names: "
+                "pass an object, for example `paco_trl.rewards.ConsistencyReward(...)`."
             )
         if not callable(function) or isinstance(function, nn.Module | type):
             raise TypeError(
-                f"A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got {function!r}. "
-                "TRL's reward models score text; see `paco_trl.rewards` for images."
+                "A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got "
+                f"{function!r}. TRL's reward models score text; see `paco_trl.rewards` for images."
             )
     names = [get_callable_name(function) for function in reward_funcs]
     for name, function in zip(names, reward_funcs, strict=True):
@@ -103,14 +103,14 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
         for row, (rows, cols) in enumerate(zip(*layouts, strict=True)):
             if rows * cols < min_panels:
                 raise ValueError(
-                    f"The reward '{name}' compares at least {min_panels} panels, but row {row} of {where} has {rows} x {cols}. "
-                    "Remove the row, or use another reward."
+                    f"The reward '{name}' compares at least {min_panels} panels, but row {row} of {where} has {rows} "
+                    f"x {cols}. Remove the row, or use another reward."
                 )
         layout_kinds = dataset["layout"] if "layout" in dataset.column_names else ()
         if getattr(function, "scores_grids", False) and SEPARATE in layout_kinds:
             raise ValueError(
-                f"The reward '{name}' scores the lines of a grid, but row {layout_kinds.index(SEPARATE)} of {where} is a set of "
-                "separate images. Leave the reward out."
+                f"The reward '{name}' scores the lines of a grid, but row {layout_kinds.index(SEPARATE)} of {where} "
+                "is a set of separate images. Leave the reward out."
             )
         arguments = _ALWAYS_PASSED | set(dataset.column_names)
         for parameter in parameters_of(function):
@@ -121,8 +121,8 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                 if parameter.name not in arguments - {"prompt"}:
                     available = ", ".join(sorted(arguments))
                     raise ValueError(
-                        f"The reward '{name}' has the parameter `{parameter.name}`, but {where} only provides {available}. Add the "
-                        "column, or give the parameter a default."
+                        f"The reward '{name}' has the parameter `{parameter.name}`, but {where} only provides "
+                        f"{available}. Add the column, or give the parameter a default."
                     )
         for column in getattr(function, "needed_columns", ()):
             if column == "image" and "images" in dataset.column_names:

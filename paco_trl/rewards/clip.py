@@ -198,7 +198,8 @@ class PickScoreReward(ClipTReward):
             Hub id or directory of a [`~transformers.CLIPModel`].
         processor (`str` or `Path`, *optional*, defaults to `"laion/CLIP-ViT-H-14-laion2B-s32B-b79K"`):
             Hub id or directory of its [`~transformers.CLIPProcessor`]. PickScore was trained with the default.
-        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*, defaults to `32`):
+        device (`str` or `torch.device`, *optional*), dtype (`torch.dtype`, *optional*), batch_size (`int`, *optional*,
+        defaults to `32`):
             See [`ClipTReward`].
     """
 

@@ -338,13 +338,13 @@ class ServedJudge:
         except (NoAnswerError, TimeoutError) as failure:
             if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
                 raise JudgeUnavailableError(
-                    f"No judge answers at {self.base_url} ({str(failure) or f'timeout after {seconds:g} seconds'}). Start "
-                    "one with `paco-trl serve` and wait until vLLM has started, or correct the address."
+                    f"No judge answers at {self.base_url} ({str(failure) or f'timeout after {seconds:g} seconds'}). "
+                    "Start one with `paco-trl serve` and wait until vLLM has started, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
                 f"{self.name} gave no score for '{question}' ({failure}). A judge must begin its answer with "
-                f"{'Yes or No' if scale is None else 'a digit'}, without thinking, and its server must return {TOP_LOGPROBS} "
-                f"log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+                f"{'Yes or No' if scale is None else 'a digit'}, without thinking, and its server must return "
+                f"{TOP_LOGPROBS} log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
             ) from None
 
     async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
@@ -378,16 +378,17 @@ class ServedJudge:
                     self.patch_size = await asyncio.to_thread(_read_patch_size, root)
         if not is_question_read:
             logger.warning(
-                f"The record of the question that {self.name} was trained on cannot be read here. Pass `question` if it "
-                "was trained on a single one."
+                f"The record of the question that {self.name} was trained on cannot be read here. Pass `question` if "
+                "it was trained on a single one."
             )
         if self.patch_size is not None:
             return
         self.patch_size = 14
         model = " and ".join(map(repr, roots)) or "its model, which the server does not report,"
         logger.warning(
-            f"Assuming a patch size of 14 for {self.name}, as for Qwen2.5-VL, because the processor of {model} cannot be "
-            "read here. A different patch size resizes images twice: serve the model by its Hub id, or pass `patch_size`."
+            f"Assuming a patch size of 14 for {self.name}, as for Qwen2.5-VL, because the processor of {model} cannot "
+            "be read here. A different patch size resizes images twice: serve the model by its Hub id, or pass "
+            "`patch_size`."
         )
 
     async def _query_all(

@@ -110,8 +110,8 @@ class JudgedReward:
             topics = {"theme": "about themes", "criteria": "about criteria"}
             question = topics.get(question, question if question.startswith("about ") else repr(question))
             logger.warning(
-                f"The reward '{self.__name__}' asks the judge {question}, but the judge was only trained on the question "
-                f"{trained_question!r}. {remedy}"
+                f"The reward '{self.__name__}' asks the judge {question}, but the judge was only trained on the "
+                f"question {trained_question!r}. {remedy}"
             )
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
@@ -284,7 +284,8 @@ class EditReward(JudgedReward):
     downscaled to it.
 
     Args:
-        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
+        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`,
+        *optional*), **kwargs:
             See [`ConsistencyReward`].
     """
 
@@ -324,7 +325,8 @@ class ReferenceReward(JudgedReward):
     It rewards copies of a reference: combine it with a reward for the content, such as [`ClipTReward`].
 
     Args:
-        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`, *optional*), **kwargs:
+        model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`,
+        *optional*), **kwargs:
             See [`ConsistencyReward`].
     """
 

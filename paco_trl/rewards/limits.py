@@ -27,17 +27,17 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
         # Rounded up, so that one image may fail in a small round
         if excludes_if_missing and count > math.ceil(args.max_reward_failures * len(values)):
             raise RewardError(
-                f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(values)} images, more "
-                f"than `max_reward_failures` = {args.max_reward_failures:g} allows{_reasons(rewards, [name])}. Fix the "
-                "reward, raise the limit, or make the reward optional (`reward_required`)."
+                f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(values)} images, "
+                f"more than `max_reward_failures` = {args.max_reward_failures:g} allows{_reasons(rewards, [name])}. "
+                "Fix the reward, raise the limit, or make the reward optional (`reward_required`)."
             )
     groups = is_valid.view(-1, args.num_generations).any(dim=1)
     images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
     if not is_valid.any() or images_lost > args.max_excluded_images or groups_lost > args.max_excluded_groups:
         raise RewardError(
             f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are excluded and "
-            f"{(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two scored images; "
-            f"`max_excluded_images` = {args.max_excluded_images:g} and `max_excluded_groups` = "
+            f"{(~groups).sum().item()} of {len(groups)} prompts ({groups_lost:.0%}) have fewer than two scored "
+            f"images; `max_excluded_images` = {args.max_excluded_images:g} and `max_excluded_groups` = "
             f"{args.max_excluded_groups:g}. {_describe_missing(rewards, values)} Fix the rewards, or raise the limits."
         )
 
@@ -48,7 +48,8 @@ def check_evaluation_scores(rewards: Rewards, values: torch.Tensor, max_excluded
     if missing.all() or missing.float().mean().item() > max_excluded:
         raise RewardError(
             f"{missing.sum().item()} of {len(missing)} evaluation images could not be scored, more than "
-            f"`max_excluded_images` = {max_excluded:g} allows. {_describe_missing(rewards, values)} Fix the rewards, or raise it."
+            f"`max_excluded_images` = {max_excluded:g} allows. {_describe_missing(rewards, values)} Fix the rewards, "
+            "or raise it."
         )
 
 

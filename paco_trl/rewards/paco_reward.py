@@ -376,7 +376,7 @@ class PaCoReward:
         return [None if mass < least_mass else score for score, mass in zip(scores, masses, strict=True)]
 
     def _masses(self, logits: torch.Tensor, ids: list[int] | torch.Tensor, answers: str) -> list[float]:
-        """Return the total probability of some tokens in each row of logits `(B, V)`; record a reason if it is small."""
+        """Return the total probability of some tokens in each row of logits `(B, V)`; record why if it is small."""
         masses = logits.float().softmax(dim=-1)[:, ids].sum(dim=-1).tolist()
         for mass, likeliest in zip(masses, logits.argmax(dim=-1).tolist(), strict=True):
             if mass < LEAST_MASS:
@@ -443,8 +443,8 @@ class PaCoReward:
                     values = answer.values() if isinstance(answer, dict) else [answer]
                     if any(value is not None and math.isnan(value) for value in values):
                         raise ValueError(
-                            f"The score of question {index} is not a number: {self.name!r} overflows in {self.model.dtype}, "
-                            "or has weights that are not finite. Try 'float32'."
+                            f"The score of question {index} is not a number: {self.name!r} overflows in "
+                            f"{self.model.dtype}, or has weights that are not finite. Try 'float32'."
                         )
                     answers[index] = answer
         return answers
@@ -620,7 +620,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
             raise ValueError(f"missing or unexpected weights {mismatched}.")
     except Exception as error:  # PEFT does not validate a config, so that any error may occur
         raise ValueError(
-            f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: {str(error)[:300]} "
-            "If it was trained with another version of transformers, merge it with that version."
+            f"The adapter {adapter!r} does not fit {type(network).__name__} {network.name_or_path!r}: "
+            f"{str(error)[:300]} If it was trained with another version of transformers, merge it with that version."
         ) from error
     return model

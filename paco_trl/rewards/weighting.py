@@ -72,8 +72,9 @@ class Rewards:
         comparing = [name for name, compares in zip(self.names, self.compares_group, strict=True) if compares]
         if comparing and num_generations < 2:
             raise ValueError(
-                f"The reward '{comparing[0]}' compares the images of a prompt (`num_generations` among its parameters), but "
-                f"`{option}` is {num_generations}. Set it to at least 2, or evaluate with other rewards."
+                f"The reward '{comparing[0]}' compares the images of a prompt (`num_generations` among its "
+                f"parameters), but `{option}` is {num_generations}. Set it to at least 2, or evaluate with other "
+                "rewards."
             )
 
     @cached_property
@@ -117,15 +118,15 @@ class Rewards:
         for name, value, weight in zip(self.names, minima, self.weights.tolist(), strict=True):
             if self.method == "geometric_mean" and weight and value < 0:
                 raise RewardError(
-                    f"The reward '{name}' is down to {value:g}, but a geometric mean requires rewards >= 0. Rescale it, for "
-                    "example to [0, 1], or use another `multi_objective_aggregation`."
+                    f"The reward '{name}' is down to {value:g}, but a geometric mean requires rewards >= 0. Rescale "
+                    "it, for example to [0, 1], or use another `multi_objective_aggregation`."
                 )
             if self.method == "log_tamed" and weight and value < 0 and name not in self._warned_rewards:
                 self._warned_rewards.add(name)
                 logger.warning(
-                    f"The reward '{name}' is down to {value:g}. Log-taming requires rewards >= 0 and skips it in such rounds, so "
-                    f"that it may outweigh the others (see `rewards/{name}/share`). Rescale it, for example to [0, 1], or "
-                    "use another `multi_objective_aggregation`."
+                    f"The reward '{name}' is down to {value:g}. Log-taming requires rewards >= 0 and skips it in such "
+                    f"rounds, so that it may outweigh the others (see `rewards/{name}/share`). Rescale it, for "
+                    "example to [0, 1], or use another `multi_objective_aggregation`."
                 )
         return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
 
@@ -191,7 +192,7 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
             if reward is None or math.isfinite(reward) and abs(reward) <= torch.finfo(torch.float32).max:
                 continue
         raise RewardError(
-            f"The reward '{name}' returned {shorten(reward)} for image {index}, which is not a finite number. Return None for an "
-            "image that could not be scored, to exclude and count it."
+            f"The reward '{name}' returned {shorten(reward)} for image {index}, which is not a finite number. Return "
+            "None for an image that could not be scored, to exclude and count it."
         )
     return [None if reward is None else float(reward) for reward in rewards]

@@ -39,7 +39,8 @@ __all__ = [
     "FAMILIES", "SDE_TYPES", "EncodedImage", "Family", "FlowMatchSDEScheduler", "Flux2Family", "Flux2KleinFamily",
     "FluxFamily", "FluxKontextFamily", "LongCatImageEditFamily", "LongCatImageFamily", "OvisImageFamily",
     "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
-    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily", "ZImageFamily",
+    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily",
+    "ZImageFamily",
     "cast_floating_inputs", "check_call_at", "check_flow_matching", "family_of", "gaussian_log_prob",
     "keyed_generator", "predict", "score_step", "sde_step", "step_std",
 ]  # fmt: skip

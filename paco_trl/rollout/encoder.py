@@ -260,8 +260,8 @@ def describe_truncated(pipeline, family: Family, prompts: Sequence[tuple[str, st
     shown = ", ".join(described[:_SHOWN_ROWS])
     more = f" and {len(described) - _SHOWN_ROWS} more" if len(described) > _SHOWN_ROWS else ""
     return (
-        f"{len(described)} of {len(prompts)} prompts of {where} are longer than {type(pipeline).__name__} reads, and their "
-        f"end is ignored: {shown}{more}. Shorten them."
+        f"{len(described)} of {len(prompts)} prompts of {where} are longer than {type(pipeline).__name__} reads, and "
+        f"their end is ignored: {shown}{more}. Shorten them."
     )
 
 

@@ -71,8 +71,8 @@ def _undo_compilation(pipeline: DiffusionPipeline) -> None:
         if is_compiled_module(component):
             setattr(pipeline, name, extract_model_from_parallel(component, keep_torch_compile=False))
             warn_on_first_process(
-                f"`{name}` of the pipeline is used as it was before `torch.compile`, which would compile other kernels with "
-                "gradients than without. Set `compile_repeated_blocks` to compile the transformer."
+                f"`{name}` of the pipeline is used as it was before `torch.compile`, which would compile other "
+                "kernels with gradients than without. Set `compile_repeated_blocks` to compile the transformer."
             )
 
 
@@ -125,9 +125,9 @@ def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ())
         for path in sorted(Path(folder, component).glob("*.safetensors")):
             if (key := _find_difference(dict(module.named_parameters()), path)) is not None:
                 raise ValueError(
-                    f"`{component}` of the pipeline has other weights than '{name}' (`{key}`), which the trained model "
-                    "would name as its base. Save it, `pipeline.save_pretrained(directory)`, and pass the directory as "
-                    "`model`."
+                    f"`{component}` of the pipeline has other weights than '{name}' (`{key}`), which the trained "
+                    "model would name as its base. Save it, `pipeline.save_pretrained(directory)`, and pass the "
+                    "directory as `model`."
                 )
 
 
@@ -174,16 +174,17 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
         is_missing = isinstance(reason, EntryNotFoundError) and not isinstance(reason, LocalEntryNotFoundError)
         if is_missing or os.path.isdir(model):
             raise FileNotFoundError(
-                f"'{model}' is no pipeline of diffusers, since it has no model_index.json. Give an image model, such as "
-                "black-forest-labs/FLUX.1-dev; a judge is given as `--judge_model`."
+                f"'{model}' is no pipeline of diffusers, since it has no model_index.json. Give an image model, such "
+                "as black-forest-labs/FLUX.1-dev; a judge is given as `--judge_model`."
             ) from error
         if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
             cause = reason.__cause__
             if isinstance(cause, OfflineModeIsEnabled):  # which the doctor sets where there is no connection
                 cause = "`HF_HUB_OFFLINE` is set" if os.environ.get("HF_HUB_OFFLINE") else "no connection"
             raise ConnectionError(
-                f"The Hub cannot be reached for the model {model} ({cause}), which is not in the cache. Pass a directory, or "
-                "download it once: the cache needs no network then, and with `HF_HUB_OFFLINE=1` no waiting."
+                f"The Hub cannot be reached for the model {model} ({cause}), which is not in the cache. Pass a "
+                "directory, or download it once: the cache needs no network then, and with `HF_HUB_OFFLINE=1` no "
+                "waiting."
             ) from error
         if not isinstance(reason, GatedRepoError):
             raise

@@ -19,15 +19,16 @@ _PLAIN_WEIGHT = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.
 _MATRIX_WEIGHT = re.compile(r"(.+\.)(?:(lora_A|(?:lora_)?down)|lora_B|(?:lora_)?up)(?:\.default)?\.weight")
 # Weights that are refused, by their names, and what they are
 _REFUSED_WEIGHTS = {
-    r"^(?:lora_te|text_encoder|te\d?\.)": "train a text encoder. Train the LoRA without them, or merge it into its model and "
-    "train a new adapter on that.",
+    r"^(?:lora_te|text_encoder|te\d?\.)": "train a text encoder. Train the LoRA without them, or merge it into its "
+    "model and train a new adapter on that.",
     r"^lycoris_": "have LyCORIS's names (SimpleTuner), which diffusers does not read. Convert the file to kohya's.",
-    r"base_model\.model\.": "have PEFT's names, and PEFT has their scale in `adapter_config.json`. Name the directory that "
-    "has it, with the weights as `adapter_model.safetensors`.",
-    r"\.lora_(?:[AB]|down|up)\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which diffusers does not "
-    "read. Save the adapter again with PEFT's `save_pretrained`, or the pipeline's `save_lora_weights`.",
-    rf"^(?!.*{_PLAIN_WEIGHT.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA without them, or "
-    "merge it into its model and train a new adapter on that.",
+    r"base_model\.model\.": "have PEFT's names, and PEFT has their scale in `adapter_config.json`. Name the directory "
+    "that has it, with the weights as `adapter_model.safetensors`.",
+    r"\.lora_(?:[AB]|down|up)\.(?!default\.weight$).+\.weight$": "have the name of a PEFT adapter in theirs, which "
+    "diffusers does not read. Save the adapter again with PEFT's `save_pretrained`, or the pipeline's "
+    "`save_lora_weights`.",
+    rf"^(?!.*{_PLAIN_WEIGHT.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA "
+    "without them, or merge it into its model and train a new adapter on that.",
 }
 # What changes a plain LoRA's output, of the settings of its training that diffusers saves with it
 _SCALE_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")

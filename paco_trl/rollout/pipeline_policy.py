@@ -161,9 +161,10 @@ class BatchRecorder:
 
         def error_text() -> str:
             return (
-                f"At step {index} the scheduler received something else than {name}.combine makes of the transformer's "
-                f"{num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value {scale.item():.3g}, "
-                f"guidance scale {self.guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
+                f"At step {index} the scheduler received something else than {name}.combine makes of the "
+                f"transformer's {num_outputs} output(s): they differ by up to {difference.item():.3g} (largest value "
+                f"{scale.item():.3g}, guidance scale "
+                f"{self.guidance_scale}){': it has the opposite sign' if total <= precision * scale else ''}. "
                 f"Training would follow a wrong guidance rule. {advice}"
             )
 
@@ -281,8 +282,8 @@ class PipelinePolicy:
             )
         if len(recorder.recorded) != len(recorder.steps):
             raise RuntimeError(
-                f"{len(recorder.recorded)} steps were recorded, but {len(recorder.steps)} were requested ({recorder.steps}): "
-                f"the pipeline made other steps than the {recorder.last + 1} of its schedule."
+                f"{len(recorder.recorded)} steps were recorded, but {len(recorder.steps)} were requested "
+                f"({recorder.steps}): the pipeline made other steps than the {recorder.last + 1} of its schedule."
             )
         if image.size != size:
             raise RuntimeError(
@@ -318,8 +319,8 @@ class PipelinePolicy:
             expected = remaining[0].image.size if remaining else None  # (width, height)
             if expected is None or (pixels.shape[-1], pixels.shape[-2]) != expected or len(pixels) != 1:
                 raise RuntimeError(
-                    f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE where "
-                    f"{type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
+                    f"{type(self.pipeline).__name__} passes pixels of the shape {tuple(pixels.shape)} to its VAE "
+                    f"where {type(self.family).__name__} expects an image of {expected} (width, height) next. Correct "
                     "`prepare_image` and `call_arguments` of the family class."
                 )
             return SimpleNamespace(latents=remaining.pop(0).latents)
@@ -353,9 +354,9 @@ class PipelinePolicy:
 
 def _describe_latents(is_finite: torch.Tensor) -> str:
     return (
-        f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(is_finite)} are not finite "
-        "after the last denoising step; their pixels would be black. The weights are not finite, or overflow in their "
-        "dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
+        f"The latents of image(s) {(~is_finite).nonzero().flatten().tolist()} of a batch of {len(is_finite)} are not "
+        "finite after the last denoising step; their pixels would be black. The weights are not finite, or overflow "
+        "in their dtype: check `grad_norm` and the learning rate, and resume from an earlier checkpoint."
     )
 
 

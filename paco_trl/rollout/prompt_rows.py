@@ -221,8 +221,8 @@ class PromptRows:
                     "" if self.sources is self.references else " Images for a reward alone need another column name."
                 )
                 raise ValueError(
-                    f"Row {row_number} of {self.where} has {count} source image(s){besides}, but {name} takes {taken}. Leave "
-                    f"images out, or choose another pipeline.{hint}"
+                    f"Row {row_number} of {self.where} has {count} source image(s){besides}, but {name} takes "
+                    f"{taken}. Leave images out, or choose another pipeline.{hint}"
                 )
             with self.add_row_to_errors(row_number):
                 for width, height in sizes:

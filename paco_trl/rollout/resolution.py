@@ -21,7 +21,8 @@ def check_inference_size(height: int, width: int, rows: int, cols: int, multiple
                 f"multiple of {count} ({unit} of panels) and of what the pipeline requires, at most {_ANY_MULTIPLE}"
             )
         raise ValueError(
-            f"The {name} of {where} is {size}: it must be a {needed}. Nearest values that work: {below} or {below + step}."
+            f"The {name} of {where} is {size}: it must be a {needed}. Nearest values that work: {below} or "
+            f"{below + step}."
         )
 
 

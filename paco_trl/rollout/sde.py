@@ -234,8 +234,8 @@ def check_flow_matching(scheduler_class: type) -> None:
     if not issubclass(scheduler_class, FlowMatchEulerDiscreteScheduler):
         raise ValueError(
             f"The pipeline's scheduler is a {scheduler_class.__name__}, which is not flow matching: the policy's step "
-            "is only defined for a velocity and a straight path from noise to image. Use a pipeline whose scheduler is "
-            "a FlowMatchEulerDiscreteScheduler (FLUX, Stable Diffusion 3.5, Qwen-Image ...)."
+            "is only defined for a velocity and a straight path from noise to image. Use a pipeline whose scheduler "
+            "is a FlowMatchEulerDiscreteScheduler (FLUX, Stable Diffusion 3.5, Qwen-Image ...)."
         )
 
 
@@ -264,15 +264,15 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         check_flow_matching(type(scheduler))
         if not isinstance(scheduler, cls) and type(scheduler).step is not FlowMatchEulerDiscreteScheduler.step:
             raise ValueError(
-                f"The pipeline's scheduler {type(scheduler).__name__} replaces the Euler step, so its steps without noise "
-                "would differ from the trained ones. Set `pipeline.scheduler = "
+                f"The pipeline's scheduler {type(scheduler).__name__} replaces the Euler step, so its steps without "
+                "noise would differ from the trained ones. Set `pipeline.scheduler = "
                 "FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)` first."
             )
         for option in ("stochastic_sampling", "invert_sigmas"):
             if scheduler.config.get(option):
                 raise ValueError(
-                    f"The pipeline's scheduler has `{option}=True`, so its steps are not those from noise to image that "
-                    f"SDE steps replace. Load it with `{option}=False`."
+                    f"The pipeline's scheduler has `{option}=True`, so its steps are not those from noise to image "
+                    f"that SDE steps replace. Load it with `{option}=False`."
                 )
         new = cls.from_config(scheduler.config)
         new.set_shift(scheduler.shift)  # may have been set after construction

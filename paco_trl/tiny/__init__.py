@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build tiny models with random weights, in the format of the real ones: for tests, the demo and a laptop.
 
-All builders save to the directory `folder`, which `from_pretrained` loads, and return its path. Pipelines have the real
-classes and format. `seed` is that of the weights; torch's random state is kept. Tokenizers are trained in place.
+All builders save to the directory `folder`, which `from_pretrained` loads, and return its path. Pipelines have the
+real classes and format. `seed` is that of the weights; torch's random state is kept. Tokenizers are trained in place.
 """
 
 from typing import TYPE_CHECKING

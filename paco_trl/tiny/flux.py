@@ -101,8 +101,8 @@ def train_clip_and_t5_tokenizers() -> tuple[CLIPTokenizer, T5Tokenizer]:
 def train_clip_tokenizer(sentences: Iterable[str], vocab_size: int, max_length: int) -> CLIPTokenizer:
     """Train a tokenizer by byte-pair encoding: the same in every call, while `BpeTrainer` breaks ties at random."""
     counts = Counter(word for sentence in sentences for word in sentence.lower().split())
-    # As in CLIP's vocabulary: every byte, every byte at a word's end, the merges, the two special tokens. CLIP would read
-    # an unknown character as the end of the text.
+    # As in CLIP's vocabulary: every byte, every byte at a word's end, the merges, the two special tokens. CLIP would
+    # read an unknown character as the end of the text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = dict.fromkeys([*alphabet, *(byte + "</w>" for byte in alphabet)])
     special = ["<|startoftext|>", "<|endoftext|>"]

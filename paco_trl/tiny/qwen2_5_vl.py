@@ -107,7 +107,7 @@ def vision_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def train_judge_tokenizer() -> Qwen2Tokenizer:
     """Train a tokenizer with the special tokens of a vision-language model on the shipped prompts and questions."""
     # On the questions too, so that a question is not hundreds of bytes. Yes and No are frequent and become one token.
-    # The paper's question: " Yes" and " No" without quotation marks in `criterion_question` would become tokens as well
+    # The paper's question: " Yes" and " No" without quotation marks in `criterion_question` would become tokens too
     criterion = (
         'Do images meet the following criteria? same colour Please answer "Yes" or "No" first, then provide detailed '
         "reasons."

@@ -72,7 +72,8 @@ class ContactSheetsCallback(TrainerCallback):
     ) -> None:
         """Save the sheet of a round. Collective: called on all ranks."""
         scored = ScoredImages.collect(
-            self.accelerator, round.completions, round.num_generations, self.reward_names, scores.rewards, scores.extra,
+            self.accelerator, round.completions, round.num_generations, self.reward_names, scores.rewards,
+            scores.extra,
             advantages,
         )  # fmt: skip
         title = f"Round {round.index}, step {state.global_step}"

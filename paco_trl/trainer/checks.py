@@ -87,8 +87,8 @@ def warn_of_trained_rows(train_rows: PromptRows, eval_rows: Sequence[PromptRows]
         trained_on = {*_conditions(train_rows, prompts)}
         if count := sum(condition in trained_on for condition in _conditions(rows, prompts)):
             logger.warning(
-                f"{count} of {len(rows)} rows of {rows.where} are also trained on, and do not show whether other prompts get "
-                "better. Hold rows out: train on the split `train[:90%]`, and evaluate on `train[90%:]`."
+                f"{count} of {len(rows)} rows of {rows.where} are also trained on, and do not show whether other "
+                "prompts get better. Hold rows out: train on the split `train[:90%]`, and evaluate on `train[90%:]`."
             )
 
 
@@ -176,8 +176,8 @@ def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, lis
     models = {group: offloadable_models(group.functions, args.device) for group in rewards}
     if not any(models.values()):
         logger.warning(
-            "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, that "
-            f"this process may move between the CPU and {args.device}."
+            "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, "
+            f"that this process may move between the CPU and {args.device}."
         )
     return models
 

@@ -24,7 +24,8 @@ ConfigClass = TypeVar("ConfigClass", bound=type)
 USED_GRPO_FIELDS = (
     "beta", "ds3_gather_for_generation", "epsilon", "epsilon_high", "generation_batch_size", "log_completions",
     "loss_type", "model_init_kwargs", "multi_objective_aggregation", "num_generations", "num_generations_eval",
-    "num_iterations", "reward_weights", "scale_rewards", "shuffle_dataset", "steps_per_generation", "trust_remote_code",
+    "num_iterations", "reward_weights", "scale_rewards", "shuffle_dataset", "steps_per_generation",
+    "trust_remote_code",
 )  # fmt: skip
 # The same of SFTConfig, whose other fields are not for pairs of images
 USED_SFT_FIELDS = (
@@ -34,7 +35,8 @@ USED_SFT_FIELDS = (
 # Fields of TrainingArguments that change nothing in either trainer, or would break it
 _UNSUPPORTED = (
     "batch_eval_metrics", "bf16_full_eval", "dataloader_drop_last", "eval_do_concat_batches", "fp16_full_eval", "fsdp",
-    "include_for_metrics", "label_names", "length_column_name", "label_smoothing_factor", "liger_kernel_config", "parallelism_config",
+    "include_for_metrics", "label_names", "length_column_name", "label_smoothing_factor", "liger_kernel_config",
+    "parallelism_config",
     "prediction_loss_only", "remove_unused_columns", "use_cache", "use_liger_kernel",
 )  # fmt: skip
 # In the trainers of images rows are fetched by number, `evaluate()` generates, and the batch is part of a round

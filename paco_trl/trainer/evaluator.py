@@ -243,8 +243,9 @@ def evaluation_metrics(
             _add_mean(metrics, prefix + "gain", prefix + "gain_ci", gains, generations)
             if not torch.equal(gains.isnan(), values.isnan() & baseline.isnan()):
                 logger.warning(
-                    f"`{prefix}gain` is over the {(~gains.isnan()).sum()} of {len(gains)} images that both models have a "
-                    f"value for, and not the difference of `{mean_name}` and `{prefix}baseline`, each of its own images."
+                    f"`{prefix}gain` is over the {(~gains.isnan()).sum()} of {len(gains)} images that both models "
+                    f"have a value for, and not the difference of `{mean_name}` and `{prefix}baseline`, each of its "
+                    "own images."
                 )
     for k, name in enumerate(names):
         metrics[f"rewards/{name}/failure_rate"] = torch.isnan(after.rewards[:, k]).float().mean().item()

@@ -48,8 +48,8 @@ def first_token_weighted_loss(
 
     which is -log p(y_0) for n = 1, and plain likelihood for a = 1/n.
 
-    `"released"`, as in the published training code: y_0 has the weight a and every other token n (1 - a) / (n - 1), and
-    the sum over the batch is divided by its number of *tokens*. The decision then has the weight a / n.
+    `"released"`, as in the published training code: y_0 has the weight a and every other token n (1 - a) / (n - 1),
+    and the sum over the batch is divided by its number of *tokens*. The decision then has the weight a / n.
 
     Args:
         log_probs (`torch.Tensor` of shape `(B, T)`):

@@ -143,9 +143,9 @@ def normalized_log_ratio(
 ) -> torch.Tensor:
     """Compute RatioNorm of [GRPO-Guard](https://huggingface.co/papers/2510.22319) (Eq. 8) for each image."""
     # The step x' = old_mean + S * eps has the log-ratio mean[ eps * Delta / S - Delta^2 / (2 S^2) ], Delta = mean -
-    # old_mean. RatioNorm removes the second term, which pulls ratios below 1, and multiplies by S: mean[ eps * Delta ].
-    # The published code averages the bias over the batch, a mistake: https://github.com/yifan123/flow_grpo/issues/244
-    # S = s_t * sqrt(-dt), not s_t
+    # old_mean. RatioNorm removes the second term, which pulls ratios below 1, and multiplies by S: mean[ eps * Delta
+    # ]. The published code averages the bias over the batch, a mistake:
+    # https://github.com/yifan123/flow_grpo/issues/244 S = s_t * sqrt(-dt), not s_t
     return _one_per_image(std, mean, "std") * (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std))
 
 
@@ -369,11 +369,11 @@ class RatioStatistics(StepStatistics):
             "Before an update the replayed log-probabilities must be those of the rollout, but |ratio - 1| is up to "
             f"{columns['deviation'].max().item():.3g} (`ratio_tolerance` is {self.tolerance:.3g}, `epsilon` "
             f"{args.epsilon:g}):\n" + "\n".join(lines) + "\nRollout and training compute different numbers: look for "
-            "dropout, for layers that behave differently with gradients, for an adapter that only one of the two uses, for a "
-            "compiled replay. In bf16 on an accelerator it can be rounding, above all with a larger "
+            "dropout, for layers that behave differently with gradients, for an adapter that only one of the two "
+            "uses, for a compiled replay. In bf16 on an accelerator it can be rounding, above all with a larger "
             "`per_device_rollout_batch_size`, quantized weights or compiled blocks: velocities that differ by "
-            f"{_ROUNDING} (RMS) give the predicted standard deviation of the ratio, and a largest deviation of about three "
-            "times that. Leave these out, or set `ratio_tolerance`."
+            f"{_ROUNDING} (RMS) give the predicted standard deviation of the ratio, and a largest deviation of about "
+            "three times that. Leave these out, or set `ratio_tolerance`."
         )
 
 

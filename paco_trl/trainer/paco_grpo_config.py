@@ -75,21 +75,21 @@ class PaCoGRPOConfig(GRPOConfig):
         resolution_scale (`float`, *optional*, defaults to `0.5`):
             Factor per side from the inference size to the training size, at which images are generated, scored and
             trained. Sizes are rounded to multiples that the pipeline and the panels require. Rewards have to agree
-            between the two: the paper trains with correlations of .725 (consistency), .753 (CLIP-T) and .848 (PickScore)
-            at half, and fails at a quarter, where consistency has .669.
+            between the two: the paper trains with correlations of .725 (consistency), .753 (CLIP-T) and .848
+            (PickScore) at half, and fails at a quarter, where consistency has .669.
 
         > Parameters that control the image sets
 
         set_layout (`str`, *optional*):
-            What an image set is: `"grid"`, one image with all panels, or `"separate"`, an image of its own for each panel.
-            If `None`, what its row says. A row that says the other loses its own `height` and `width`; as separate images,
-            its theme is what its prompt says of all panels.
+            What an image set is: `"grid"`, one image with all panels, or `"separate"`, an image of its own for each
+            panel. If `None`, what its row says. A row that says the other loses its own `height` and `width`; as
+            separate images, its theme is what its prompt says of all panels.
         panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`):
             Prompt of a separate image, with the `theme` of its set and the text of its `panel` (our choice).
         panel_generation (`str`, *optional*, defaults to `"independent"`):
-            How the separate images of a set are generated: `"independent"`; `"shared_noise"`, from the same initial noise;
-            or `"anchored"`, the first from its text, and then the others with it as a source image (FLUX.1 Kontext,
-            FLUX.2). The noise of the stochastic steps is always their own, since log-probabilities are added.
+            How the separate images of a set are generated: `"independent"`; `"shared_noise"`, from the same initial
+            noise; or `"anchored"`, the first from its text, and then the others with it as a source image (FLUX.1
+            Kontext, FLUX.2). The noise of the stochastic steps is always their own, since log-probabilities are added.
 
         > Parameters that control the sampler
 
@@ -134,8 +134,8 @@ class PaCoGRPOConfig(GRPOConfig):
         steps_per_generation (`int`, *optional*):
             Training micro-steps of a process per round, one for each micro-batch and trained step. If `None`, derived.
         gradient_accumulation_steps (`int`, *optional*):
-            Training micro-steps per optimizer step. If `None`, derived. Alone, it sets the effective batch, and a round is
-            two optimizer steps, or more where two have no full groups.
+            Training micro-steps per optimizer step. If `None`, derived. Alone, it sets the effective batch, and a
+            round is two optimizer steps, or more where two have no full groups.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
             Images trained at a time on one process.
         per_device_rollout_batch_size (`int`, *optional*):
@@ -144,15 +144,15 @@ class PaCoGRPOConfig(GRPOConfig):
         num_generations_eval (`int`, *optional*, defaults to `1`):
             Images generated per prompt by `evaluate()`.
         per_device_eval_batch_size (`int`, *optional*, defaults to `1`):
-            Images generated at a time on one process by `evaluate()`, of one size, and of one prompt where prompts have
-            source images or other lengths. An image does not depend on its batch, apart from rounding.
+            Images generated at a time on one process by `evaluate()`, of one size, and of one prompt where prompts
+            have source images or other lengths. An image does not depend on its batch, apart from rounding.
 
         > Parameters that control the rewards
 
         multi_objective_aggregation (`str`, *optional*, defaults to `"log_tamed"`):
-            Aggregation of several rewards: `"log_tamed"` (Eq. 3-4: a weighted sum, with log(1 + R) for a reward R whose
-            coefficient of variation exceeds `log_tame_threshold`; one with a negative value in the round is left as it
-            is), `"sum_then_normalize"`, `"normalize_then_sum"` (as in TRL), `"rank_then_sum"`
+            Aggregation of several rewards: `"log_tamed"` (Eq. 3-4: a weighted sum, with log(1 + R) for a reward R
+            whose coefficient of variation exceeds `log_tame_threshold`; one with a negative value in the round is left
+            as it is), `"sum_then_normalize"`, `"normalize_then_sum"` (as in TRL), `"rank_then_sum"`
             ([Pref-GRPO](https://huggingface.co/papers/2508.20751): each reward is replaced by the fraction of its
             group's other images that it beats) or `"geometric_mean"`.
         log_tame_threshold (`float` or `str`, *optional*, defaults to `0.2`):
@@ -161,10 +161,10 @@ class PaCoGRPOConfig(GRPOConfig):
         advantage_clip (`float`, *optional*, defaults to `5.0`):
             Advantages are clipped to [-advantage_clip, advantage_clip]. `None` does not clip.
         min_reward_std (`float`, *optional*):
-            Standard deviation that the logged `reward` must exceed within the images of a prompt, or the prompt is left
-            out of the loss: what its images differ by may be the judge's noise. `0.0` leaves out equal rewards
-            ([DAPO](https://huggingface.co/papers/2503.14476)), [Edit-R1](https://huggingface.co/papers/2510.16888) takes
-            0.05. `None` leaves out none. A step that is left without images changes no weights.
+            Standard deviation that the logged `reward` must exceed within the images of a prompt, or the prompt is
+            left out of the loss: what its images differ by may be the judge's noise. `0.0` leaves out equal rewards
+            ([DAPO](https://huggingface.co/papers/2503.14476)), [Edit-R1](https://huggingface.co/papers/2510.16888)
+            takes 0.05. `None` leaves out none. A step that is left without images changes no weights.
         max_reward_mean (`float`, *optional*):
             Mean of the logged `reward` over the images of a prompt from which on it is left out of the loss, as solved
             (Edit-R1: 0.9). `None` leaves out none.
@@ -194,16 +194,16 @@ class PaCoGRPOConfig(GRPOConfig):
         epsilon (`float`, *optional*, defaults to `1e-4`):
             Clip range of the probability ratio. It is small because log-probabilities are means over the latent.
         ratio_tolerance (`float`, *optional*):
-            Largest |ratio - 1| before the first update of a round: above it training stops in the first two rounds, and
-            logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon`. The deviation is 0
-            in float32 and depends on the kernels in bf16: see the logged `ratio_deviation_on_policy`.
+            Largest |ratio - 1| before the first update of a round: above it training stops in the first two rounds,
+            and logs a warning later; above `epsilon / 10` it logs a warning, once. If `None`, `epsilon`. The deviation
+            is 0 in float32 and depends on the kernels in bf16: see the logged `ratio_deviation_on_policy`.
         loss_type (`str`, *optional*, defaults to `"grpo"`):
             Loss: `"grpo"`, PPO's clipped objective, or `"grpo_guard"`
             ([GRPO-Guard](https://huggingface.co/papers/2510.22319)), with its steps balanced and a ratio on another
             scale, which requires another `epsilon`.
         reference (`str`, *optional*, defaults to `"initial"`):
-            Reference model of `beta` when an adapter is trained further: `"initial"`, that adapter as it was loaded (as in
-            TRL), or `"base"`, the base model without it. Otherwise both are the initial model.
+            Reference model of `beta` when an adapter is trained further: `"initial"`, that adapter as it was loaded
+            (as in TRL), or `"base"`, the base model without it. Otherwise both are the initial model.
         ema_decay (`float`, *optional*, defaults to `0.9`):
             Decay per optimizer step of the moving average of the weights, which is evaluated and saved (published
             code, see the documentation). `None` keeps no average.
@@ -215,24 +215,25 @@ class PaCoGRPOConfig(GRPOConfig):
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its checkpoints,
-            curves, contact sheets and baselines of evaluations. If `False`, a directory with checkpoints is refused.
-            Other files stay.
+            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its
+            checkpoints, curves, contact sheets and baselines of evaluations. If `False`, a directory with checkpoints
+            is refused. Other files stay.
 
         > Parameters that control the memory and the kernels
 
         quantization (`str`, *optional*):
-            Quantization of frozen weights, of transformer and text encoders: `"nf4"` (bitsandbytes, on a GPU), `"int8"`
-            or `"fp8"` (torchao), or `"fp8_storage"` (float8, which diffusers casts in each forward of a layer). For
-            others pass a [`~diffusers.PipelineQuantizationConfig`] as `quantization_config` in `model_init_kwargs`.
+            Quantization of frozen weights, of transformer and text encoders: `"nf4"` (bitsandbytes, on a GPU),
+            `"int8"` or `"fp8"` (torchao), or `"fp8_storage"` (float8, which diffusers casts in each forward of a
+            layer). For others pass a [`~diffusers.PipelineQuantizationConfig`] as `quantization_config` in
+            `model_init_kwargs`.
         offload_embeddings (`bool`, *optional*, defaults to `False`):
             Whether the prompt embeddings of a round are kept in CPU memory.
         offload_rewards (`bool`, *optional*, defaults to `False`):
-            Whether models of rewards (`model` of a reward or of its `judge`) are in CPU memory except to score a round,
-            which then follows its generation.
+            Whether models of rewards (`model` of a reward or of its `judge`) are in CPU memory except to score a
+            round, which then follows its generation.
         embeddings_dir (`str`, *optional*):
-            Directory in which encoded prompts and source images are kept for other runs. Memory holds those of eight rounds
-            either way.
+            Directory in which encoded prompts and source images are kept for other runs. Memory holds those of eight
+            rounds either way.
         vae_tiling (`bool`, *optional*, defaults to `False`):
             Whether the VAE decodes in tiles: less memory at large sizes, slightly different pixels at the seams.
         attention_backend (`str`, *optional*):
@@ -461,5 +462,6 @@ class PaCoGRPOConfig(GRPOConfig):
         if self.attention_backend is not None:
             check_attention_backend(self.attention_backend)
         if self.reward_required is not None:
-            self.reward_required = [str(value).lower() == "true" for value in self.reward_required]  # type: ignore[misc]
+            words = map(str, self.reward_required)
+            self.reward_required = [word.lower() == "true" for word in words]  # type: ignore[misc]
         self.sde_steps = sorted(self.sde_steps)

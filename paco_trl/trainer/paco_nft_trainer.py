@@ -53,8 +53,8 @@ class VelocityStatistics(StepStatistics):
         if is_on_policy and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
             raise RuntimeError(
-                f"Before the first update of a round the trained and the old velocity differ by {fraction:.1%}. Look for "
-                "dropout, for layers that behave differently with gradients, or for a compiled forward."
+                f"Before the first update of a round the trained and the old velocity differ by {fraction:.1%}. Look "
+                "for dropout, for layers that behave differently with gradients, or for a compiled forward."
             )
         return masked_means(columns, is_valid)
 
@@ -103,7 +103,8 @@ class PaCoNFTTrainer(RoundTrainer):
     Args:
         args ([`PaCoNFTConfig`], *optional*):
             Settings. If `None`, the defaults, with an output directory named after the model.
-        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config, family:
+        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config,
+        family:
             As in [`PaCoGRPOTrainer`].
 
     Raises:

@@ -48,7 +48,8 @@ class PaCoRewardConfig(SFTConfig):
         > Parameters that control the data
 
         max_pixels (`int`, *optional*, defaults to `2097152`):
-            Pixels to which larger images are scaled down. Saved with the processor. `None` keeps the processor's limit.
+            Pixels to which larger images are scaled down. Saved with the processor. `None` keeps the processor's
+            limit.
         max_length (`int`, *optional*, defaults to `16384`):
             Tokens at which a sequence is truncated (published code). Only reasoning is truncated: a sequence whose
             images or decision do not fit is an error. `None` never truncates.
@@ -76,8 +77,9 @@ class PaCoRewardConfig(SFTConfig):
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its checkpoints,
-            curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other files stay.
+            Whether training that does not resume deletes what an earlier run has left in `output_dir`: its
+            checkpoints, curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other
+            files stay.
     """
 
     choices = {"loss_variant": LOSS_VARIANTS}

@@ -81,7 +81,7 @@ class PushesToHub(Trainer):
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a saved checkpoint in the background. Of several that wait the newest goes, or all by `hub_strategy`."""
+        """Upload a saved checkpoint in the background; of several that wait the newest, or all by `hub_strategy`."""
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return

@@ -53,8 +53,8 @@ class RoundSchedule:
         spare = self.plan.num_prompts - self.rows_per_round * self.lengths.mean()
         if spare > self.plan.num_prompts / 4:
             logger.warning(
-                f"Of the {self.plan.num_prompts} prompts of a round about {spare:.0f} are generated and not trained, since "
-                f"{self.rows_per_round} sets of up to {max(lengths)} separate images fill the rest. Set "
+                f"Of the {self.plan.num_prompts} prompts of a round about {spare:.0f} are generated and not trained, "
+                f"since {self.rows_per_round} sets of up to {max(lengths)} separate images fill the rest. Set "
                 "`num_prompts_per_generation` to a multiple of the usual number of images."
             )
         self.rounds_per_epoch = self.num_rows // self.rows_per_round

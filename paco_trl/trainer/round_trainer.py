@@ -254,7 +254,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         init = args.model_init_kwargs or {}
         load = partial(
-            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization, family,
+            load_pipeline, model, self.compute_dtype, transformer_dtype, args.trust_remote_code, args.quantization,
+            family,
             **init,
         )  # fmt: skip
         has_weights = not is_buildable(model, init, family)

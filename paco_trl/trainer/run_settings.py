@@ -24,7 +24,8 @@ _HARMLESS_PREFIXES = (
 HARMLESS = (
     # Paths and reports
     "output_dir", "overwrite_output_dir", "embeddings_dir", "resume_from_checkpoint",
-    "restore_callback_states_from_checkpoint", "run_name", "project", "report_to", "log_on_each_node", "log_completions",
+    "restore_callback_states_from_checkpoint", "run_name", "project", "report_to", "log_on_each_node",
+    "log_completions",
     "plot_curves", "include_num_input_tokens_seen", "disable_tqdm", "skip_memory_metrics", "debug", "dataset_num_proc",
     # When to save and to push
     "enable_jit_checkpoint", "jit_checkpoint_signals", "load_best_model_at_end", "push_to_hub",

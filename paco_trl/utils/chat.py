@@ -135,8 +135,8 @@ class ChatClient:
             raise self._unavailable(refusal) from None
         except openai.NotFoundError as error:
             raise self._unavailable(
-                f"{self.base_url} has no model {self.model!r} for chat ({self._error_text(error)}). Correct the name or "
-                "the address."
+                f"{self.base_url} has no model {self.model!r} for chat ({self._error_text(error)}). Correct the name "
+                "or the address."
             ) from None
         except openai.APIStatusError as error:
             may_pass = error.status_code in (408, 409, 429) or error.status_code >= 500

@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def without_zero3_init() -> Iterator[None]:
     """Load models unpartitioned, even while a ZeRO-3 configuration is live."""
-    # Once `TrainingArguments` with ZeRO-3 exist, `from_pretrained` partitions all weights, also those of a frozen model,
-    # which DeepSpeed never wraps: it would keep parameters of shape (0,). transformers has no getter for the object (only
-    # `deepspeed_config()` for the dictionary inside), and keeps a weak reference: `config` keeps it alive meanwhile.
+    # Once `TrainingArguments` with ZeRO-3 exist, `from_pretrained` partitions all weights, also those of a frozen
+    # model, which DeepSpeed never wraps: it would keep parameters of shape (0,). transformers has no getter for the
+    # object (only `deepspeed_config()` for the dictionary inside), and keeps a weak reference: `config` keeps
+    # it alive meanwhile.
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     if config is None:

@@ -20,8 +20,8 @@ class OptionError(ValueError):
     """
     An invalid value of an option, or options that contradict each other.
 
-    `options` are the fields involved, and `remedies` others that the message recommends. If some of the options were typed
-    and others are in a file, the first one in the file whose default resolves the error is dropped.
+    `options` are the fields involved, and `remedies` others that the message recommends. If some of the options were
+    typed and others are in a file, the first one in the file whose default resolves the error is dropped.
     """
 
     def __init__(self, message: str, *options: str, remedies: Iterable[str] = ()):
@@ -55,8 +55,8 @@ def errors_of(
 
 def is_message_enough(error: BaseException) -> bool:
     """
-    Tell whether the message of an error is enough: this package raised it, or the machine caused it, and the user has not
-    asked for tracebacks.
+    Tell whether the message of an error is enough: this package raised it, or the machine caused it, and the user has
+    not asked for tracebacks.
     """
     if _wants_traceback():
         return False
@@ -69,8 +69,8 @@ def is_message_enough(error: BaseException) -> bool:
 
 def frames_of_cause(error: BaseException) -> str | None:
     """
-    Format the cause of an error of this package, such as an error in a user's reward, without the package's own frames.
-    Return `None` for a bug, or if the user has asked for tracebacks.
+    Format the cause of an error of this package, such as an error in a user's reward, without the package's own
+    frames. Return `None` for a bug, or if the user has asked for tracebacks.
     """
     if _wants_traceback() or not _is_own(error) or error.__cause__ is None:
         return None

@@ -29,7 +29,7 @@ version = functools.cache(metadata.version)  # uncached, it parses a file each t
 
 # Number of values per weight. Training changes nearly all of them
 _MAX_SAMPLED_VALUES = 1024
-# Bytes of a part of a file. Two parts tell compressed images apart; weights take many, since only some may have changed
+# Bytes of a part of a file. Two parts tell compressed images apart; weights take many, as only some may have changed
 _PART_BYTES = 16 * 1024
 _PARTS_PER_FILE = 64
 
@@ -41,8 +41,8 @@ HARMLESS_IN_SCORERS = (
 
 def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
     """
-    Compute a digest of a sample of each weight and saved buffer, with its name, shape and dtype: the same on every device,
-    and in each process of a model that ZeRO-3 has partitioned (collective there).
+    Compute a digest of a sample of each weight and saved buffer, with its name, shape and dtype: the same on every
+    device, and in each process of a model that ZeRO-3 has partitioned (collective there).
     """
     hasher = hashlib.sha256()
     for module in modules:
@@ -62,7 +62,7 @@ def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
 
 
 def component_fingerprint(component: Any) -> str:
-    """Digest a component of a pipeline: weights, if it has any, and its configuration in diffusers, such as a scheduler's."""
+    """Digest a component of a pipeline: its weights, if any, and its configuration, such as a scheduler's."""
     config = getattr(component, "config", None)
     items = config.items() if isinstance(config, dict) else ()
     # Names that begin with "_" say where it comes from. Its quantization is a setting of the run
@@ -128,8 +128,9 @@ def versions() -> dict[str, str]:
 
 def describe_code(scorer: Any) -> dict[str, Any]:
     """
-    Describe what a reward, a judge or a family gives depends on: source, arguments, model, weights, processor and judge,
-    and its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global variable.
+    Describe what a reward, a judge or a family gives depends on: source, arguments, model, weights, processor and
+    judge, and its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global
+    variable.
     """
     scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
     if isinstance(scorer, functools.partial):
@@ -184,7 +185,7 @@ def _is_settings(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value is a number, a text or a tensor, or consists of them; lists that a reward fills as it goes are empty."""
+    """Tell whether a value is a number, a text or a tensor, or consists of them; lists filled on the way are empty."""
     if isinstance(value, dict):
         return bool(value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -197,7 +198,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _source(code: Any) -> str | None:
-    """Digest the source of a function, or of the methods and the plain values of a class and those it is derived from."""
+    """Digest the source of a function, or of the methods and plain values of a class and of its bases."""
     # A notebook has no source of a class as a whole, and another class may have the same name
     classes = code.__mro__[:-1] if inspect.isclass(code) else ()
     members = [item for part in classes for item in vars(part).items()] or [("", code)]
@@ -258,7 +259,7 @@ def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) ->
 
 
 def digest_model_files(model: str) -> str | None:
-    """Digest the files of a model in a directory, before it is loaded; `None` for a model of the Hub, whose name identifies it."""
+    """Digest the files of a model in a directory, before it is loaded; `None` for one of the Hub, told by its name."""
     folder = Path(model)
     paths = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     kept = [path for path in paths if path.suffix in (".safetensors", ".json", ".txt", ".jinja", ".model")]

@@ -19,14 +19,14 @@ _MAX_16_BITS = 65535
 
 
 def refuse_address(path: str | None) -> None:
-    """Reject an image that a row gives as an address, which would let its author choose what is requested, or as content."""
+    """Reject an image that a row gives as content, or as an address: its author would choose what is requested."""
     if path is not None and "://" in path:
         raise ValueError(f"{shorten(path)} is an address, not a file. Download it if you trust the dataset.")
     # Each part of a path has at most 255 characters, and most have far fewer
     if path is not None and (path.startswith("data:") or len(path) > 1000 or max(map(len, path.split("/"))) > 255):
         raise ValueError(
-            f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and name that, or "
-            "use Parquet with the bytes."
+            f"{shorten(path)} is the content of an image in base64, not the path of a file. Save it as a file and "
+            "name that, or use Parquet with the bytes."
         )
 
 
@@ -54,8 +54,8 @@ def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
     values = np.asarray(image)  # (height, width)
     if image.mode == "F" or values.min() < 0 or values.max() > _MAX_16_BITS:
         raise ValueError(
-            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, of which it is unknown "
-            "what is black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
+            f"{where} has the mode {image.mode!r} with values from {values.min()} to {values.max()}, of which it is "
+            "unknown what is black and white. Scale it to 0..255 and convert it to 'L' or 'RGB'."
         )
     # Pillow opens 16 bits as "I;16"; up to 255, "I" was 8 bits
     white = 255 if image.mode == "I" and values.max() <= 255 else _MAX_16_BITS

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_imports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Build `__getattr__` and `__dir__` of a package that imports what is under `TYPE_CHECKING` when it is first used."""
+    """Build `__getattr__` and `__dir__` of a package that imports what is under `TYPE_CHECKING` on first use."""
     # The source is read as in transformers' `define_import_structure`: names are then listed once
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]

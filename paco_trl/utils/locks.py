@@ -20,8 +20,9 @@ _SHARED_FILE_TIMEOUT = 10
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
-    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are several,
-    they check that they share it. Yields a file for error messages; it is deleted unless an error ends the run.
+    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are
+    several, they check that they share it. Yields a file for error messages; it is deleted unless an error ends the
+    run.
     """
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -43,8 +44,9 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
             strangers = gather_object([] if _is_seen(mark) else [host])
             if strangers:
                 refusal = (
-                    f"{folder} on {', '.join(sorted(set(strangers)))} is not the directory that the first process sees "
-                    f"on {first_host}. All processes write {what} there: give a directory that the machines share."
+                    f"{folder} on {', '.join(sorted(set(strangers)))} is not the directory that the first process "
+                    f"sees on {first_host}. All processes write {what} there: give a directory that the machines "
+                    "share."
                 )
         if refusal is None:
             yield mark

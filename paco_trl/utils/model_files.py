@@ -30,7 +30,7 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
 
 def models_near(adapter: str, names: list[str]) -> list[str]:
-    """List the directories with models that an adapter's names are: as they are, or below a folder above the adapter."""
+    """List the directories with models that an adapter names: as they are, or below a folder above the adapter."""
     # A relative path is one from where the run was started; it may read like a Hub id
     starts = Path(adapter).absolute().parents[:4] if os.path.exists(adapter) else ()
     paths = [*names, *(os.path.join(start, name) for start in starts for name in names)]
@@ -52,14 +52,14 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
         where = "" if os.path.exists(adapter) else ", which is no directory here,"
         raise ValueError(
             f"The adapter '{adapter}'{where} has {what}. Name the file, such as 'style.safetensors', or on the Hub "
-            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all weights is "
-            "no adapter."
+            "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all "
+            "weights is no adapter."
         )
     return paths[0]
 
 
 def peft_folder(adapter: str) -> str | None:
-    """Return the directory or Hub id of an adapter in PEFT's format, also for the file in it; `None` for a LoRA file."""
+    """Return directory or Hub id of an adapter in PEFT's format, also for the file in it; `None` for a LoRA file."""
     if os.path.basename(find_adapter_file(adapter)) != _PEFT_WEIGHTS:
         return None
     folder, file = split_adapter(adapter)

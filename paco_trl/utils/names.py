@@ -20,7 +20,7 @@ _PATH_IN_TEXT = re.compile(r"(?<![\w.:/\\~-])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\"`
 
 
 def repository() -> str | None:
-    """Return the address of paco_trl's repository, if the metadata of the installed package has one (`url` in setup.cfg)."""
+    """Return the address of paco_trl's repository, if the installed package has one (`url` in setup.cfg)."""
     package = metadata("paco_trl")
     return package["Home-page"] if "Home-page" in package else None
 
@@ -51,7 +51,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def check_model_name(name: str | Path) -> None:
-    """Raise an error for a name that is neither a directory nor a Hub id, which libraries would report as an invalid id."""
+    """Raise an error for a name that is neither a directory nor a Hub id; libraries would only speak of the id."""
     name = os.fspath(name)
     if os.path.isdir(name) or not is_local(name) and name.count("/") == 1 and not name.endswith(".safetensors"):
         return
@@ -106,6 +106,6 @@ def check_adapter_base(adapter: str, named: str | None, base: str | None) -> Non
     if not named or not base or is_same_model(named, base):
         return
     raise OtherBaseError(
-        f"The adapter '{adapter}' was made for '{named}', not for '{base}'. Pass `--model_name_or_path {named}`, or its path. "
-        "If both are one model, change `base_model_name_or_path` in a copy of the adapter."
+        f"The adapter '{adapter}' was made for '{named}', not for '{base}'. Pass `--model_name_or_path {named}`, or "
+        "its path. If both are one model, change `base_model_name_or_path` in a copy of the adapter."
     )

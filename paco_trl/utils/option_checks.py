@@ -199,7 +199,8 @@ def _round_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     if args.max_resample_times and args.min_reward_std is None and args.max_reward_mean is None:
         yield OptionError(
             f"`max_resample_times` is {args.max_resample_times}, but no prompt is left out. Set `min_reward_std` (0 "
-            "for those with equal rewards) or `max_reward_mean`.", "max_resample_times", "min_reward_std", "max_reward_mean",
+            "for those with equal rewards) or `max_reward_mean`.", "max_resample_times", "min_reward_std",
+            "max_reward_mean",
         )  # fmt: skip
     if args.max_resample_times and args.num_generations % batch_size:
         yield OptionError(

@@ -52,9 +52,10 @@ def round_sizes(
     num_merged_batches: int = 1,
 ) -> tuple[int, int]:
     """
-    Return the prompts and the optimizer steps of a round from the sizes that are set: 42 prompts, rounded up to full batches, and 2 optimizer steps if none is. If
-    only `gradient_accumulation_steps` is set, it fixes the images of an optimizer step, as in TRL. A round is then two
-    optimizer steps, or the smallest larger number that holds full groups.
+    Return the prompts and the optimizer steps of a round from the sizes that are set: 42 prompts, rounded up to full
+    batches, and 2 optimizer steps if none is. If only `gradient_accumulation_steps` is set, it fixes the images of an
+    optimizer step, as in TRL. A round is then two optimizer steps, or the smallest larger number that holds full
+    groups.
 
     Raises:
         OptionError: the sizes that are set do not divide a round, or contradict each other.
@@ -88,12 +89,13 @@ def round_sizes(
         # Of a file, the prompts are the last to give way
         batches = ("per_device_rollout_batch_size", "per_device_train_batch_size", "num_generations")
         raise OptionError(
-            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, with "
-            f"`num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} image(s),{rollout} and "
-            f"{num_trained_steps} trained denoising step(s) of each image, all in one optimizer step. They give "
-            f"{_number(images)} images in {_number(images / num_generations)} groups, for {_number(steps)} optimizer "
-            f"step(s). Set `num_prompts_per_generation` to {nearest}, `optimizer_steps_per_generation` if you want "
-            "another number than 2, and leave the others out.", *RoundSizes._fields[::-1], *batches,
+            f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, "
+            f"with `num_generations` = {num_generations}, {num_processes} process(es) x {batch_size} "
+            f"image(s),{rollout} and {num_trained_steps} trained denoising step(s) of each image, all in one "
+            f"optimizer step. They give {_number(images)} images in {_number(images / num_generations)} groups, for "
+            f"{_number(steps)} optimizer step(s). Set `num_prompts_per_generation` to {nearest}, "
+            "`optimizer_steps_per_generation` if you want another number than 2, and leave the others out.",
+            *RoundSizes._fields[::-1], *batches,
         )  # fmt: skip
     return int(images) // num_generations, int(steps)
 

@@ -44,9 +44,9 @@ def save_with_paths(dataset: Dataset | DatasetDict, path: str | Path) -> None:
 class StageFolder:
     """
     Directory of one stage; it is created. It holds `settings.json`, the stage's images and journals, and at the end
-    `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`. `settings` are what the result depends on: options, and
-    digests of the inputs (see [`digest`]). A directory that was begun with other ones is refused; with `None`, the stage
-    starts from scratch each time.
+    `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`. `settings` are what the result depends on:
+    options, and digests of the inputs (see [`digest`]). A directory that was begun with other ones is refused; with
+    `None`, the stage starts from scratch each time.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
@@ -105,7 +105,7 @@ class StageFolder:
         return Journal(self.path / f"{name}.jsonl")
 
     def finish(self, dataset: Dataset | DatasetDict, report: Mapping[str, Any]) -> None:
-        """Save the result of the stage, in place of an earlier one, and its report. Images given by path stay paths."""
+        """Save the stage's result, in place of an earlier one, and its report. Images given by path stay paths."""
         self._check_dataset()
         with scratch_folder(self.path / "dataset.saving") as staged:
             save_with_paths(dataset, staged)

@@ -30,7 +30,8 @@ def bootstrap_interval(
             The group of each value. Whole groups are resampled: instances of one prompt are not independent, and
             resampled one by one they give an interval that is too narrow. The mean of a resample is the sum over its
             groups divided by their number of values. If `None`, each value is a group of its own.
-        confidence_level (`float`, *optional*, defaults to `0.95`), n_resamples (`int`, *optional*, defaults to `2000`), seed (`int`, *optional*, defaults to `0`):
+        confidence_level (`float`, *optional*, defaults to `0.95`), n_resamples (`int`, *optional*, defaults to
+        `2000`), seed (`int`, *optional*, defaults to `0`):
             Confidence level, number and seed of the resamples.
         strata (`Sequence[Hashable]`, *optional*):
             The stratum of each value: the interval is that of the mean of the strata's means, as in a benchmark that

@@ -51,7 +51,7 @@ def _handle(number: int, frame) -> None:
 
 @contextmanager
 def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
-    """Raise `Stopped` at a signal, or after `defer_stop` when the processes agree; a second signal ends the process."""
+    """Raise `Stopped` at a signal, or after `defer_stop` when the processes agree; a second one ends the process."""
     global _received, _is_deferred
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield
@@ -96,7 +96,7 @@ def _ignore_stop(names: Sequence[str], initialize: Callable[[int], None] | None,
 
 
 def agree(accelerator: "Accelerator", *flags: int) -> list[int]:
-    """Return a signal to stop at, or 0, and the largest of each flag over the processes. Collective: call on all ranks."""
+    """Return a signal to stop at, or 0, and each flag's maximum over the processes. Collective: call on all ranks."""
     local = [_received if _is_deferred else 0, *flags]
     if accelerator.num_processes == 1:
         return local

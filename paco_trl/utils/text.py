@@ -15,7 +15,10 @@ from typing import Any, TypeGuard
 
 
 # Chinese and Japanese put no blanks between words: each of their characters counts as a word
-_CJK = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # fmt: skip
+_CJK = (
+    "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\U00020000-\U0003ffff"
+)
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of vision-language models, the same for training and scoring: images, texts, arguments of the vision tower."""
+"""Inputs of vision-language models, the same in training and scoring: images, texts, arguments of the vision tower."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ def load_image(image, patch_size: int, where: str) -> Image.Image:
 
 
 def check_sides(width: int, height: int, patch_size: int) -> None:
-    """Raise the `ValueError` of a judge's libraries for sides that they cannot resize: one is over 200 times the other."""
+    """Raise the `ValueError` of a judge's libraries for sides they cannot resize: one over 200 times the other."""
     from qwen_vl_utils.vision_process import smart_resize
 
     for _ in range(2):  # `process_vision_info` resizes, and the processor what comes out of it
@@ -76,7 +76,7 @@ def check_text(text: str, control_tokens: list[str], where: str) -> None:
 
 
 def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "torch.device") -> dict[str, Any]:
-    """Compute on the CPU, from patch grids there, arguments that a Qwen-VL vision tower would read back from the device."""
+    """Compute on the CPU, from patch grids there, what a Qwen-VL vision tower would read back from the device."""
     from transformers.utils.generic import is_flash_attention_requested
     from transformers.vision_utils import (
         get_vision_attention_seqlens,

@@ -32,7 +32,8 @@ class FluxKontextFamily(FluxFamily):
     batches_sources = True
     # Paper, Part 3; that one reward is not tamed is the published code's
     training_defaults = {
-        "edits": True, "max_source_images": 1, "rewards": ["edit"], "multi_objective_aggregation": "sum_then_normalize",
+        "edits": True, "max_source_images": 1, "rewards": ["edit"],
+        "multi_objective_aggregation": "sum_then_normalize",
         "num_inference_steps": 8, "noise_level": 0.9, "guidance_scale": 2.5, "resolution_scale": 0.375,
     }  # fmt: skip
 

@@ -76,9 +76,10 @@ class UnlistedFamily(Family):
         self._guidance_scale, self._waiting = 1.0, []
         warnings.warn(
             f"{missing}: its transformer's output is taken as the velocity (every rollout "
-            f"compares it with what the scheduler receives), only `encode_prompt` uses {', '.join(self.text_encoders)}, "
-            f"sizes are multiples of {self.size_multiple(pipeline)} pixels, and adapters are by default on "
-            f"{', '.join(self.lora_target_modules)}. If one of them is wrong, write a family class: {GUIDE}.",
+            "compares it with what the scheduler receives), only `encode_prompt` uses "
+            f"{', '.join(self.text_encoders)}, sizes are multiples of {self.size_multiple(pipeline)} pixels, and "
+            f"adapters are by default on {', '.join(self.lora_target_modules)}. If one of them is wrong, write a "
+            f"family class: {GUIDE}.",
             stacklevel=3,  # where `family_of` is called
         )
 
