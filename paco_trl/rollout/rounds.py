@@ -106,6 +106,11 @@ class Batch:
         ]
 
 
+def fill_up(batches: list[Batch], count: int, filler: Batch) -> list[Batch]:
+    """Add batches that are neither scored nor trained: with ZeRO-3 every process must generate as many."""
+    return batches + [filler.without_completions()] * (count - len(batches))
+
+
 class Round:
     """
     All images of some rows, the same on every process.
@@ -192,18 +197,17 @@ class Round:
         """
         Yield batches in the order of their generation: with anchored sets their first images before all others.
 
-        Each process then yields as many of either kind, some of samples without a completion. `gather` gathers a list
-        from all processes.
+        Each process then yields as many of either kind. `gather` gathers a list from all processes.
         """
         if not self.rows.is_anchored:
             yield from batches
             return
         first = [batch for batch in batches if batch.samples[0].anchor is None]
         anchored = [batch for batch in batches if batch.samples[0].anchor is not None]
-        filler = Batch(self.samples[:1] * len(batches[0].samples)).without_completions()
-        yield from first + [filler] * (max(gather([len(first)])) - len(first))
+        filler = Batch(self.samples[:1] * len(batches[0].samples))
+        yield from fill_up(first, max(gather([len(first)])), filler)
         self._gather_anchors(anchored, gather)
-        yield from anchored + [filler] * (max(gather([len(anchored)])) - len(anchored))
+        yield from fill_up(anchored, max(gather([len(anchored)])), filler)
 
     def _gather_anchors(self, batches: list[Batch], gather: Callable[[list], list]) -> None:
         """Give the anchors of some batches their images, which other processes may have generated."""

@@ -33,7 +33,7 @@ from ..rewards.scoring import RewardScorer
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.policy import Policy
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round, Sample
+from ..rollout.rounds import Batch, Round, Sample, fill_up
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe
@@ -182,8 +182,8 @@ class Evaluator:
         size = args.per_device_eval_batch_size
         batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
         dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]
-        padding = [dealt[index % len(dealt)].without_completions() for index in range(-len(dealt) % processes)]
-        eval_round.batches = [[*dealt, *padding][process::processes] for process in range(processes)]
+        dealt = fill_up(dealt, -(-len(dealt) // processes) * processes, dealt[0])
+        eval_round.batches = [dealt[process::processes] for process in range(processes)]
         return eval_round
 
     def baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation | None, bool]:

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 
 from ..rollout import Family, SDESettings, TransformerStep
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round, Sample
+from ..rollout.rounds import Batch, Round, Sample, fill_up
 from ..rollout.sde import STREAMS
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -203,9 +203,8 @@ class TrainingRound(Round):
     def batches_of(self, groups: set[int]) -> list[Batch]:
         """Return this process's batches of some groups, and fillers, so that every process generates as many."""
         by_process = [[batch for batch in batches if batch.groups & groups] for batches in self.batches]
-        filler = next(batch for batches in by_process for batch in batches).without_completions()
-        local = by_process[self.process_index]
-        return local + [filler] * (max(map(len, by_process)) - len(local))
+        filler = next(batch for batches in by_process for batch in batches)
+        return fill_up(by_process[self.process_index], max(map(len, by_process)), filler)
 
     def micro_step(self, position: int) -> MicroStep:
         """Return a micro-batch at one of its steps."""
