@@ -166,6 +166,9 @@ def test_pairs_that_were_held_out(tmp_path, capsys):
     with JudgeServer(log_odds) as server:
         words = ["evaluate", "judge", "--judge_url", server.url, "--judge_model", "judge", "--dataset_name", str(data)]
         words += ["--output_dir", str(tmp_path / "out")]
+        (texts := tmp_path / "texts.txt").write_text("A fox.")
+        assert main([*words, "--dataset_name", str(texts)]) == 1
+        assert "columns text: neither rankings" in capsys.readouterr().err and not asked
         assert main([*words, "--template", "plain"]) == 1 and "--template" in capsys.readouterr().err and not asked
         assert not main(words)
     (results,) = results_in(tmp_path / "out")

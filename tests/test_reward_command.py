@@ -267,3 +267,12 @@ def test_zero3_resumes(workspace, zero3):
     assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(
         [entry["loss"] for entry in expected if "loss" in entry], abs=1e-4
     )
+
+
+def test_a_directory_without_pairs_has_another_layout(tmp_path):
+    (tmp_path / "a.png").touch()
+    arguments = reward.ScriptArguments(dataset_name=str(tmp_path), dataset_files=["pairs"])
+    with pytest.raises(
+        FileNotFoundError, match=r"no layout of PaCo-Dataset: it has no pairs.json. .*`--dataset_split`"
+    ):
+        reward.load_datasets(arguments, None)

@@ -74,7 +74,12 @@ def evaluate(script_args: JudgeArguments) -> None:
         columns = ("reference", "candidates", "input_image", "output_images", "images")
         dataset = load_split(dataset_name, script_args.dataset_split, columns, config=script_args.dataset_config)
     benchmark = script_args.benchmark
-    if benchmark == "rankings" and "ranking" not in dataset.column_names and "images" in dataset.column_names:
+    if benchmark == "rankings" and "ranking" not in dataset.column_names:
+        if "images" not in dataset.column_names:
+            raise ValueError(
+                f"'{dataset_name}' has the columns {', '.join(dataset.column_names)}: neither rankings (`reference`, `candidates`, "
+                "`ranking`, `prompt`) nor pairs (`images`, `prompt`, `completion`)."
+            )
         benchmark, dataset = "pairs", as_pairs(dataset, dataset_name)
         refuse(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
 

@@ -87,7 +87,8 @@ def load_pairs(
         try:
             dataset = load_paco_dataset(name, files or _FILES, script_args.skip_broken)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} {remedy}") from error
+            reason = f"it has no {Path(error.filename).name}" if error.filename else str(error).rstrip(".")
+            raise FileNotFoundError(f"'{name}' has no layout of PaCo-Dataset: {reason}. {remedy}") from error
     else:
         columns = ("images", "reference", "candidates")
         dataset = load_split(name, split or "train", columns, config=script_args.dataset_config)
