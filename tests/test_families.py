@@ -42,6 +42,7 @@ from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 from paco_trl.rollout.encoder import PromptEncoder
 from paco_trl.rollout.families import flux2, longcat_image, qwen_image, z_image
 from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.policy import as_float32
 from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.utils.images import to_rgb
@@ -314,7 +315,9 @@ def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     encoder = new_encoder(policy, case, rows := rows_of([PROMPT], [case.images]))
     encoder.encode(rows, [0], case.scale)
     encoded = fetch(encoder, rows, [0], case.scale).embeddings[0]
-    arguments = {name: tensor.expand(2, *tensor.shape[1:]) for name, tensor in encoded.arguments_on("cpu").items()}
+    arguments = {
+        name: as_float32(tensor).expand(2, *tensor.shape[1:]) for name, tensor in encoded.arguments_on("cpu").items()
+    }
     prepared = [policy.family.prepare_image(policy.pipeline, image, case.scale) for image in case.images]
     return arguments, [EncodedImage(*each) for each in zip(prepared, encoded.image_latents, strict=True)]
 

@@ -383,10 +383,10 @@ class TestMemory:
         make_trainer(reward_funcs=[waits, redness_reward], offload_rewards=True)
         assert "`offload_rewards` has nothing to offload" in caplog.text
 
-    @pytest.mark.parametrize("offload", [False, True])
-    def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload):
+    @pytest.mark.parametrize(("offload", "bf16"), [(False, False), (True, False), (False, True), (True, True)])
+    def test_the_buffer_holds_one_kept_copy_of_each_prompt(self, make_trainer, offload, bf16):
         # Micro-batches of 2: two of them for each prompt
-        trainer = make_trainer(offload_embeddings=offload, per_device_train_batch_size=2)
+        trainer = make_trainer(offload_embeddings=offload, bf16=bf16, per_device_train_batch_size=2)
         inputs_of, held = trainer.policy.inputs, []
 
         def on_another_device(encoded, calls):
@@ -403,8 +403,10 @@ class TestMemory:
         assert len(buffer) == len(held) == 8
         for name in ("encoder_hidden_states", "pooled_projections"):
             storages = {entry["step"].calls[0][name].untyped_storage().data_ptr() for entry in buffer}
-            # One for each prompt, not for each micro-batch
+            # One for each prompt, not for each micro-batch, as it was encoded
             assert len(storages) == 4, name
+            assert {entry["step"].calls[0][name].dtype for entry in buffer} == {trainer.compute_dtype}
+        assert all(arguments["prompt_embeds"].dtype == torch.float32 for arguments in held)
 
     @pytest.mark.parametrize(
         ("settings", "is_told"),

@@ -260,8 +260,8 @@ class ImageRun:
 
     @property
     def embeddings_bytes(self) -> int:
-        """Count the bytes of the float32 embeddings that a round holds."""
-        return FLOAT32 * self.prompts_per_round * sum(t.numel() for t in self.embeddings(self.image).values())
+        """Count the bytes of the embeddings that a round holds."""
+        return self.prompts_per_round * sum(tensor.nbytes for tensor in self.embeddings(self.image).values())
 
     @property
     def latents_bytes(self) -> int:

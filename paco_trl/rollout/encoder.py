@@ -56,10 +56,10 @@ class PromptEmbeddings:
     image_latents: list[torch.Tensor] = field(default_factory=list)
 
     def arguments_on(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Move the embeddings to a device for all rows that share them, as float32, and return them as arguments."""
+        """Move the embeddings to a device for all rows that share them, and return them as arguments."""
         for arguments in (self.prompt, self.negative_prompt):
             for name, tensor in arguments.items():
-                arguments[name] = to_device(tensor, device).to(torch.float32 if tensor.is_floating_point() else None)
+                arguments[name] = to_device(tensor, device)
         self.image_latents[:] = [to_device(latents, device) for latents in self.image_latents]
         return self.prompt | {f"negative_{name}": tensor for name, tensor in self.negative_prompt.items()}
 

@@ -46,8 +46,8 @@ class Recording:
 class BatchInputs:
     """What the pipeline generates a batch from: encoded prompts and source images."""
 
-    arguments: dict[str, torch.Tensor]  # arguments of the pipeline's call, on the accelerator, (B, ...)
-    stored: dict[str, torch.Tensor]  # the same tensors as they are kept, in CPU memory with `offload_embeddings`
+    arguments: dict[str, torch.Tensor]  # arguments of the pipeline's call, on the accelerator in float32, (B, ...)
+    stored: dict[str, torch.Tensor]  # the same as they are kept, as encoded, with `offload_embeddings` in CPU memory
     sources: list[EncodedImage]
 
 
@@ -180,7 +180,8 @@ class Policy:
             EncodedImage(image, to_device(latents, device))
             for image, latents in zip(images, embeddings[0].image_latents, strict=True)
         ]
-        return BatchInputs({name: to_device(tensor, device) for name, tensor in stored.items()}, stored, sources)
+        arguments = {name: as_float32(to_device(tensor, device)) for name, tensor in stored.items()}
+        return BatchInputs(arguments, stored, sources)
 
     def _encode_anchor(self, anchor: Any) -> EncodedImage:
         return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
@@ -223,9 +224,15 @@ def predict(
     for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
         with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
-            arguments = recursively_apply(lambda tensor: tensor, call)  # as in `BatchRecorder.on_call`
+            # Copies, as `BatchRecorder.on_call` does. The sample comes first, as the pipeline passed it
+            arguments = recursively_apply(as_float32, call) | dict([next(iter(call.items()))])
             outputs.append(model(**arguments)[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
+
+
+def as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return embeddings, which may be stored in bfloat16, as the pipeline gets them; it keeps latents in their dtype."""
+    return tensor.float() if tensor.is_floating_point() and tensor.ndim > 1 else tensor
 
 
 def check_call_at(record: RecordedStep, family: Family) -> None:
