@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, sde_step, step_std
+from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, sde_step
 from paco_trl.trainer.losses import (
     add_flow_noise,
     clipped_surrogate,
@@ -77,7 +77,7 @@ class TestNormalizedLogRatio:
     @pytest.mark.parametrize("sde_type", SDE_TYPES)
     @pytest.mark.parametrize("sigma, sigma_next", [(0.9, 0.75), ([0.9, 0.5], [0.75, 0.45])], ids=["scalar", "tensor"])
     def test_with_the_steps_of_the_sampler(self, sde_type, sigma, sigma_next):
-        """Two velocities and a drawn sample, as in training: the identity holds with the std of `step_std`."""
+        """Two velocities and a drawn sample, as in training: the identity holds with the standard deviation of the step."""
         if isinstance(sigma, list):
             sigma, sigma_next = torch.tensor(sigma), torch.tensor(sigma_next)
         sample, old_velocity = normal(0, (2, 64, 8)).float(), normal(1, (2, 64, 8)).float()
@@ -85,7 +85,7 @@ class TestNormalizedLogRatio:
         generator = torch.Generator().manual_seed(3)
         old = sde_step(old_velocity, sample, sigma, sigma_next, 0.7, sde_type, generator=generator)
         new = sde_step(velocity, sample, sigma, sigma_next, 0.7, sde_type, prev_sample=old.prev_sample)
-        std = step_std(old.std, sigma, sigma_next, sde_type)
+        std = old.std
         value = normalized_log_ratio(new.log_prob, old.log_prob, new.mean, old.mean, std)
 
         eps = (old.prev_sample.double() - old.mean.double()) / std
@@ -93,7 +93,9 @@ class TestNormalizedLogRatio:
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=5e-7)
         assert expected.abs().min() > 1e-5
         if sde_type != "cps":  # Twin: the noise scale without sqrt(-dt) is not the standard deviation
-            wrong = normalized_log_ratio(new.log_prob, old.log_prob, new.mean, old.mean, old.std)
+            length = torch.as_tensor(sigma) - torch.as_tensor(sigma_next)
+            wrong_std = std / length.sqrt().view(-1, 1, 1)
+            wrong = normalized_log_ratio(new.log_prob, old.log_prob, new.mean, old.mean, wrong_std)
             assert (wrong.double() - expected).abs().max() > 1e-5
 
 
@@ -110,7 +112,7 @@ class TestGuardGradientWeight:
         for sigma, sigma_next in ((0.95, 0.9), (0.8, 0.5), (0.3, 0.28)):
             generator = torch.Generator().manual_seed(0)  # the same noise in each step
             old = sde_step(velocity, sample, sigma, sigma_next, a, generator=generator)
-            std = step_std(old.std, sigma, sigma_next, "flow_sde")
+            std = old.std
             weights = guard_gradient_weight(sigma, sigma_next), 1.0, None
             for results, weight in zip((weighted, unweighted, plain), weights, strict=True):
                 v = velocity.clone().requires_grad_()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, keyed_generator, sde_step, step_std
+from paco_trl.rollout import SDE_TYPES, gaussian_log_prob, keyed_generator, sde_step
 
 
 SIGMA, SIGMA_NEXT, NOISE_LEVEL = 0.83, 0.64, 0.7
@@ -50,15 +50,14 @@ class TestClosedForms:
     @pytest.mark.parametrize("noise_level", [0.3, 0.9])
     def test_mean_std_and_log_prob(self, step_inputs, kind, sigma, sigma_next, noise_level):
         v, x, x_next = step_inputs
-        mean, scale, std = formulas(kind, x, v, sigma, sigma_next, noise_level)
+        mean, _, std = formulas(kind, x, v, sigma, sigma_next, noise_level)
         euler = (x + v * (sigma_next - sigma)).numpy()
         assert np.abs(mean - euler).max() > 1e-3  # the step is another than Euler's
 
         step = sde_step(v, x, sigma, sigma_next, noise_level, kind, prev_sample=x_next)
 
         np.testing.assert_allclose(step.mean, mean, rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(step.std, scale, rtol=2e-6)
-        np.testing.assert_allclose(step_std(step.std, sigma, sigma_next, kind), std, rtol=2e-6)
+        np.testing.assert_allclose(step.std, std, rtol=2e-6)
         np.testing.assert_allclose(step.log_prob, log_density(x_next, mean, std), rtol=2e-5)
         assert step.mean.dtype == step.std.dtype == step.log_prob.dtype == torch.float32
 
@@ -73,7 +72,7 @@ class TestClosedForms:
         x = torch.ones(1, 1)
         v = (t - (1 - t) * image_variance) / variance * x  # E[noise - image | x]
         step = sde_step(v, x, t, t_next, 0.8, kind, prev_sample=x)
-        added = step_std(step.std, t, t_next, kind).item() ** 2 if noise else 0.0
+        added = step.std.item() ** 2 if noise else 0.0
         return step.mean.item() ** 2 * variance + added - variance_next
 
     @pytest.mark.parametrize("kind", ["flow_sde", "dance_sde"])
@@ -153,7 +152,7 @@ class TestFirstStep:
         step = sde_step(v, x, 1.0, 0.7, NOISE_LEVEL, sigma_max=0.85, prev_sample=x_next)
         mean, scale, std = formulas("flow_sde", x, v, 1.0, 0.7, NOISE_LEVEL, t_denominator=0.85)
         assert scale == pytest.approx(NOISE_LEVEL * math.sqrt(1 / 0.15))
-        np.testing.assert_allclose(step.std, scale, rtol=2e-6)
+        np.testing.assert_allclose(step.std, std, rtol=2e-6)
         np.testing.assert_allclose(step.mean, mean, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(step.log_prob, log_density(x_next, mean, std), rtol=2e-5)
 
@@ -184,13 +183,13 @@ class TestBatches:
         together = sde_step(
             v, x, torch.tensor(sigmas), torch.tensor(sigmas_next), NOISE_LEVEL, kind, prev_sample=x_next
         )
-        std = step_std(together.std, torch.tensor(sigmas), torch.tensor(sigmas_next), kind)
+        std = together.std
         for i in range(3):
             rows = slice(i, i + 1)
             alone = sde_step(v[rows], x[rows], sigmas[i], sigmas_next[i], NOISE_LEVEL, kind, prev_sample=x_next[rows])
             torch.testing.assert_close(together.mean[rows], alone.mean, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(together.log_prob[rows], alone.log_prob, rtol=1e-6, atol=1e-6)
-            alone_std = step_std(alone.std, sigmas[i], sigmas_next[i], kind)
+            alone_std = alone.std
             torch.testing.assert_close(std[rows].flatten(), alone_std.flatten(), rtol=1e-6, atol=1e-6)
         assert together.log_prob.unique().numel() == 3
 

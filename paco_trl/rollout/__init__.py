@@ -31,7 +31,6 @@ from .sde import (
     gaussian_log_prob,
     keyed_generator,
     sde_step,
-    step_std,
 )
 
 
@@ -42,5 +41,5 @@ __all__ = [
     "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily",
     "ZImageFamily",
     "cast_floating_inputs", "check_call_at", "check_flow_matching", "family_of", "gaussian_log_prob",
-    "keyed_generator", "predict", "score_step", "sde_step", "step_std",
+    "keyed_generator", "predict", "score_step", "sde_step",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
 from .families import Family
 from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep, share_tensors
 from .rounds import Batch, Completion, Round
-from .sde import SDESettings, sde_step, step_std
+from .sde import SDESettings, sde_step
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def score_step(
     """
     settings = (record.sigma, record.sigma_next, sde.noise_level, sde.sde_type)
     step = sde_step(velocity, record.sample, *settings, prev_sample=record.prev_sample, sigma_max=record.sigma_max)
-    return step.log_prob, step.mean, step_std(step.std, record.sigma, record.sigma_next, sde.sde_type)
+    return step.log_prob, step.mean, step.std
 
 
 def predict(

@@ -30,9 +30,8 @@ class SDEStep(NamedTuple):
 
     `prev_sample` is the sample after the step, newly sampled or the one that was passed, and `mean` that of the
     Gaussian, both `(B, ...)` in float32. `log_prob` `(B,)` is the log-density of `prev_sample`, averaged over all
-    non-batch dimensions, `None` for a step without noise, which has no density. `std` is the noise scale,
-    broadcastable to `mean`: for `flow_sde` and `dance_sde` the diffusion coefficient s_t, *without* the factor
-    sqrt(-dt); for `cps` the standard deviation itself. See [`step_std`] for the standard deviation in every case.
+    non-batch dimensions, `None` for a step without noise, which has no density. `std` is the standard deviation,
+    broadcastable to `mean`, 0 for a step without noise.
     """
 
     prev_sample: torch.Tensor
@@ -46,20 +45,6 @@ def _as_scale(value: float | torch.Tensor, sample: torch.Tensor) -> torch.Tensor
     if value.ndim == 0:
         return value  # a 0-d CPU tensor combines with tensors of any device
     return value.to(sample.device).view(-1, *[1] * (sample.ndim - 1))  # (B, 1, ...)
-
-
-def step_std(
-    std: torch.Tensor, sigma: float | torch.Tensor, sigma_next: float | torch.Tensor, sde_type: str
-) -> torch.Tensor:
-    """
-    Compute the standard deviation of one step, s_t * sqrt(-dt), from the noise scale `std` that [`sde_step`] returns.
-
-    For `"cps"` it is `std` itself. `sigma` and `sigma_next` are the times before and after the step.
-    """
-    if sde_type == "cps":
-        return std
-    dt = _as_scale(sigma_next, std) - _as_scale(sigma, std)
-    return std * torch.sqrt(-dt)
 
 
 def gaussian_log_prob(value: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -145,7 +130,7 @@ def sde_step(
         mean = (1 - t_next) * x0 + torch.sqrt(t_next**2 - std**2) * x1
     else:
         if noise_level == 0:
-            std = torch.zeros_like(t)
+            scale = torch.zeros_like(t)
         elif sde_type == "flow_sde":
             if sigma_max is None and bool((t == 1).any()):
                 raise ValueError(
@@ -153,19 +138,19 @@ def sde_step(
                     "second sigma of the schedule) for the denominator, or do not make the first step stochastic."
                 )
             t_denominator = t if sigma_max is None else torch.where(t == 1, _as_scale(sigma_max, x), t)
-            std = noise_level * torch.sqrt(t / (1 - t_denominator))
+            scale = noise_level * torch.sqrt(t / (1 - t_denominator))  # s_t
         else:
-            std = torch.full_like(t, noise_level)
-        mean = x * (1 + std**2 / (2 * t) * dt) + v * (1 + std**2 * (1 - t) / (2 * t)) * dt
+            scale = torch.full_like(t, noise_level)
+        mean = x * (1 + scale**2 / (2 * t) * dt) + v * (1 + scale**2 * (1 - t) / (2 * t)) * dt
+        std = scale * torch.sqrt(-dt)
 
-    std_of_step = step_std(std, t, t_next, sde_type)
     # The noise of CPS vanishes with t_next, so its last step is deterministic whatever the noise level
     is_noise_free = noise_level == 0 or (sde_type == "cps" and bool((t_next == 0).all()))
     if prev_sample is None:
-        prev_sample = mean if is_noise_free else mean + std_of_step * _noise_like(mean, generator)
+        prev_sample = mean if is_noise_free else mean + std * _noise_like(mean, generator)
     else:
         prev_sample = prev_sample.float()
-    log_prob = None if is_noise_free else gaussian_log_prob(prev_sample, mean, std_of_step)
+    log_prob = None if is_noise_free else gaussian_log_prob(prev_sample, mean, std)
     return SDEStep(prev_sample, log_prob, mean, std)
 
 
@@ -250,7 +235,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     sde: SDESettings | None = None
     # One generator for each image, as a function of the step index
     step_generators: Callable[[int], list[torch.Generator]] | None = None
-    # Called after each step with (index, model_output, sample, step); one of the ODE has only `prev_sample`, float32
+    # Called after each step with (index, model_output, sample, step)
     on_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
     sigmas: torch.Tensor
     timesteps: torch.Tensor
@@ -313,7 +298,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
                 velocity = self._second_order(velocity, sample, index)
             output = super().step(velocity, timestep, sample, return_dict=return_dict, **kwargs)
             if self.on_step is not None:
-                self.on_step(index, model_output, sample, SDEStep(output[0], None, None, None))
+                self.on_step(index, model_output, sample, SDEStep(output[0], None, output[0], torch.zeros(())))
             if return_dict:
                 output.prev_sample = output.prev_sample.to(sample.dtype)
                 return output

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ..rollout import RecordedStep, sde_step, step_std
+from ..rollout import RecordedStep, sde_step
 from .paco_grpo_config import PaCoGRPOConfig
 
 
@@ -388,5 +388,5 @@ def predicted_deviation(
     unit = torch.ones(1, 1)
     # Of the sample 0 the mean is the coefficient of the velocity
     step = sde_step(unit, 0 * unit, sigma, sigma_next, noise_level, sde_type, unit, sigma_max)
-    std = 1 if is_normalized else step_std(step.std, sigma, sigma_next, sde_type).item()
+    std = 1 if is_normalized else step.std.item()
     return abs(step.mean.item()) * difference / std / math.sqrt(num_elements)
