@@ -42,7 +42,7 @@ from paco_trl.hub.settings import (
     save_settings,
 )
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
-from paco_trl.trainer.model_cards import cached_commit, latest_pictures
+from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows
 from paco_trl.trainer.publishing import training_seconds
 from test_paco_reward_trainer import colours
 from testing_utils import SMALL_RUN
@@ -599,3 +599,17 @@ class TestFiles:
 def test_time_of_a_training(seconds, text):
     card = ImageModelCard("a", "u/a", "flux", seconds=seconds, hardware="a CPU", license=License("mit"))
     assert f": {text}\n" in str(render_card(card))
+
+
+def test_a_card_names_the_rewards_of_before_a_resume():
+    log = [
+        {"step": 1, "reward": 0.5, "rewards/bright/mean": 0.5, "rewards/bright/std": 0.1},
+        {"step": 2, "reward": 0.4, "rewards/red/mean": 0.4},
+    ]
+    (red,) = reward_rows(log[1:], [redness_reward], ["red"], [2.0])
+    assert (red.weight, red.first, red.last) == (2.0, 0.4, 0.4)
+    red, bright = reward_rows(log, [redness_reward], ["red"], [2.0])
+    assert (red.weight, red.first, red.last) == (2.0, None, 0.4)
+    assert (bright.name, bright.weight, bright.first, bright.last) == ("bright", None, 0.5, None)
+    card = dataclasses.replace(ImageModelCard("a", "u/a", "/models/base"), method="PaCo-GRPO", rewards=[red, bright])
+    assert "| bright | in an earlier part of the run | 0.5000 | not scored |" in str(render_card(card))

@@ -139,6 +139,13 @@ def test_the_scale_of_an_adapter(options, expected):
     assert (adapter.r, adapter.lora_alpha) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [(["all-linear"], "all-linear"), (["to_q"], {"to_q"}), (["to_q", "to_k"], {"to_q", "to_k"})]
+)
+def test_all_linear_is_a_string_for_peft(words, expected):
+    assert get_peft_config(ScriptArguments(lora_target_modules=words)).target_modules == expected
+
+
 def test_an_adapter_is_continued_with_its_own_settings(tmp_path):
     LoraConfig(r=8, lora_alpha=16, target_modules=["to_q", "to_v"]).save_pretrained(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")

@@ -77,6 +77,7 @@ from .script_arguments import (
     load_eval_rewards,
     load_rewards,
     load_train_prompts,
+    target_modules_of,
     user_functions,
 )
 from .training import check_start
@@ -396,7 +397,7 @@ def host_memory() -> int:
 
 def judge_plan(script_args: reward.ScriptArguments, args: Any) -> MemoryPlan:
     """Plan the memory of a judge's training."""
-    peft_config = LoraConfig(r=script_args.lora_r, target_modules=script_args.lora_target_modules)
+    peft_config = LoraConfig(r=script_args.lora_r, target_modules=target_modules_of(script_args.lora_target_modules))
     quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
     return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
 

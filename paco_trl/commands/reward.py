@@ -14,7 +14,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
 from .options import option
 from .parser import CommandParser
-from .script_arguments import check_names
+from .script_arguments import check_names, target_modules_of
 from .training import check_start, train_and_save
 
 
@@ -167,7 +167,7 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
         peft_config=LoraConfig(
             r=script_args.lora_r,
             lora_alpha=2 * script_args.lora_r if script_args.lora_alpha is None else script_args.lora_alpha,
-            target_modules=script_args.lora_target_modules,
+            target_modules=target_modules_of(script_args.lora_target_modules),
         ),
     )
     images = None if eval_dataset is None else f"{training_args.output_dir}/evaluation"

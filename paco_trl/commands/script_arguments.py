@@ -484,6 +484,11 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     return [loaded[name] for name in evaluation.rewards]
 
 
+def target_modules_of(names: list[str] | None) -> list[str] | str | None:
+    """Return the words of `--lora_target_modules` as PEFT takes them: "all-linear" is a string there."""
+    return "all-linear" if names == ["all-linear"] else names
+
+
 def get_peft_config(
     script_args: ScriptArguments, model_init_kwargs: dict | None = None
 ) -> "LoraConfig | SavedAdapter | None":
@@ -508,6 +513,6 @@ def get_peft_config(
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank if script_args.lora_alpha is None else script_args.lora_alpha,
-        target_modules=script_args.lora_target_modules,
+        target_modules=target_modules_of(script_args.lora_target_modules),
         init_lora_weights="gaussian",
     )

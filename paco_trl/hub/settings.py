@@ -56,7 +56,7 @@ class RewardRow:
     """Row of the card's table of rewards."""
 
     name: str
-    weight: float | None = None
+    weight: float | None = None  # `None` for a reward that the run had before it was resumed with others
     model: str | None = None  # name of the underlying model
     first: float | None = None  # mean over the images of the first round
     last: float | None = None  # mean over the images of the last round

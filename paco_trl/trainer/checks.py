@@ -45,9 +45,15 @@ def fit_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
     count = len(rows.image_prompts)
     args.fit_round(count)
     if count < (plan := args.round_plan).num_prompts:
+        fitting = args.fitting_prompts(count)
+        how = (
+            f"Set `num_prompts_per_generation` to {fitting[-1]}"
+            if fitting
+            else (f"Of at most {count} no number of prompts fills it. Lower `per_device_train_batch_size`")
+        )
         raise ValueError(
-            f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.summary()} Set "
-            f"`num_prompts_per_generation` to at most {count}, or add prompts."
+            f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.summary()} {how}, or add "
+            "prompts."
         )
 
 

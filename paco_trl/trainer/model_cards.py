@@ -118,14 +118,18 @@ def _model_of(reward: Callable) -> str | None:
 def reward_rows(
     log_history: list[dict], functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
 ) -> list[RewardRow]:
-    """Describe each reward of a run, with its mean in the first and in the last round."""
+    """Describe each reward of a run, with its mean in the first and in the last round; before a resume it had others."""
     history = [entry for entry in log_history if "reward" in entry]
     first, last = (history[0], history[-1]) if history else ({}, {})
+    rewards: dict[str, tuple[float | None, str | None]] = {
+        name: (weight, _model_of(function)) for name, weight, function in zip(names, weights, functions, strict=True)
+    }
+    for key in (key for entry in history for key in entry):
+        if key.startswith("rewards/") and key.endswith("/mean"):
+            rewards.setdefault(key.removeprefix("rewards/").removesuffix("/mean"), (None, None))
     return [
-        RewardRow(
-            name, weight, _model_of(function), first.get(f"rewards/{name}/mean"), last.get(f"rewards/{name}/mean")
-        )
-        for name, weight, function in zip(names, weights, functions, strict=True)
+        RewardRow(name, *weight_and_model, first.get(f"rewards/{name}/mean"), last.get(f"rewards/{name}/mean"))
+        for name, weight_and_model in rewards.items()
     ]
 
 

@@ -375,11 +375,15 @@ class PaCoGRPOConfig(GRPOConfig):
         if requested.optimizer_steps_per_generation is None and plan.num_optimizer_steps > 2:
             logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.summary()}")
 
-    def fit_round(self, count: int) -> None:
-        """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
+    def fitting_prompts(self, count: int) -> list[int]:
+        """Return the numbers of prompts up to `count` that make a round of full batches."""
         plan = self.round_plan
         batch = plan.num_processes * plan.rollout_batch_size * plan.num_optimizer_steps
-        fitting = [n for n in range(1, count + 1) if n * plan.num_generations % batch == 0]
+        return [number for number in range(1, count + 1) if number * plan.num_generations % batch == 0]
+
+    def fit_round(self, count: int) -> None:
+        """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
+        plan, fitting = self.round_plan, self.fitting_prompts(count)
         if not self._is_default_round or count >= plan.num_prompts or not fitting:
             return
         plan = self._plan_round(RoundSizes(fitting[-1], plan.num_optimizer_steps), self.world_size)
