@@ -254,7 +254,7 @@ def test_prompts_of_the_training_are_named(adapters, files, tiny_flux, tmp_path,
         for name in results
     ]
     (said,) = [message for message in caplog.messages if "was trained on" in message]
-    assert said.startswith("first ") and "`--dataset_split`" in said
+    assert said.startswith("first ") and "--dataset_split`" in said
 
 
 @pytest.mark.parametrize("run", [{"height": 1}, {"guidance_scale": 2.0}, {"precision": "float32"}])

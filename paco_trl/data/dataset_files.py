@@ -160,7 +160,7 @@ def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -
     except (ValueError, AssertionError) as error:
         if str(error).startswith("Unrecognized instruction format") and "[" in split:
             raise ValueError(
-                f"The split {split!r} is not a slice of rows. Write one as `train[:18]`, `train[18:]` or "
+                f"In '{path}' the split {split!r} is not a slice of rows. Write one as `train[:18]`, `train[18:]` or "
                 "`train[:50%]`."
             ) from error
         raise ValueError(f"There is no split {split!r} in '{path}', only {', '.join(sorted(splits))}.") from error
