@@ -258,7 +258,10 @@ class TestFaults:
         rows = examine("memory", rows=prompt_rows[:3])
         found = {"number of prompts": "failed", "model and adapter": "skipped"}
         assert verdicts(rows) == healthy("memory") | found
-        assert "`num_prompts_per_generation` to 3, or" in rows["number of prompts"].finding and "3 prompts" in rows["data"].finding
+        assert (
+            "`num_prompts_per_generation` to 3, or" in rows["number of prompts"].finding
+            and "3 prompts" in rows["data"].finding
+        )
         assert rows["model and adapter"].finding == "needs: number of prompts"
 
     def test_a_model_that_cannot_be_loaded(self, examine, monkeypatch):

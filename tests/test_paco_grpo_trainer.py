@@ -732,7 +732,10 @@ class TestBadInput:
         ("token", "settings"),
         [
             ("a round takes 14: .* Set `num_prompts_per_generation` to 12, or", {"num_prompts_per_generation": 14}),
-            ("no number of prompts fills it. Lower `per_device_train_batch_size`", {"per_device_train_batch_size": 101}),
+            (
+                "no number of prompts fills it. Lower `per_device_train_batch_size`",
+                {"per_device_train_batch_size": 101},
+            ),
             ("is 63", {"height": 63}),
             ("`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 1}),
             ("`reward_weights`", {"reward_weights": [1.0, 2.0]}),
