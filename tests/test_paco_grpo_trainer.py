@@ -733,7 +733,7 @@ class TestBadInput:
         [
             ("a round takes 14: .* Set `num_prompts_per_generation` to 12, or", {"num_prompts_per_generation": 14}),
             (
-                "no number of prompts fills it. Lower `per_device_train_batch_size`",
+                "No number of prompts up to 12 fills one. Lower `per_device_train_batch_size`",
                 {"per_device_train_batch_size": 101},
             ),
             ("is 63", {"height": 63}),

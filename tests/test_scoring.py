@@ -20,6 +20,7 @@ from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
 from paco_trl.rewards.limits import check_failures
 from paco_trl.rewards.scoring import RoundScoring, offloadable_models
 from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rollout.policy import as_float32
 from testing_utils import are_equal, entries_of, jsonl, logs_with, wait_until, weights_of
 
 
@@ -406,7 +407,12 @@ class TestMemory:
             # One for each prompt, not for each micro-batch, as it was encoded
             assert len(storages) == 4, name
             assert {entry["step"].calls[0][name].dtype for entry in buffer} == {trainer.compute_dtype}
-        assert all(arguments["prompt_embeds"].dtype == torch.float32 for arguments in held)
+        for embeds in (arguments["prompt_embeds"] for arguments in held):
+            assert embeds.dtype == torch.float32 and len(embeds) == 2
+            # Both images of a batch share it, also as float32
+            assert embeds.untyped_storage().nbytes() == embeds.nbytes // (1 if offload else 2)
+        replayed = as_float32(buffer[0]["step"].calls[0]["encoder_hidden_states"])
+        assert replayed.dtype == torch.float32 and replayed.untyped_storage().nbytes() == replayed.nbytes // 2
 
     @pytest.mark.parametrize(
         ("settings", "is_told"),

@@ -224,15 +224,24 @@ def predict(
     for call_number, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
         with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
-            # Copies, as `BatchRecorder.on_call` does. The sample comes first, as the pipeline passed it
-            arguments = recursively_apply(as_float32, call) | dict([next(iter(call.items()))])
-            outputs.append(model(**arguments)[0])
+            outputs.append(model(**_arguments(call))[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
+
+
+def _arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded call's arguments; lists and dicts are copies, from which a transformer may remove items."""
+    sample, *others = call  # which comes first, in the dtype in which the pipeline passed it
+    recorded = recursively_apply(lambda tensor: tensor, {sample: call[sample]})
+    return recorded | recursively_apply(as_float32, {name: call[name] for name in others})
 
 
 def as_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Return embeddings, which may be stored in bfloat16, as the pipeline gets them; it keeps latents in their dtype."""
-    return tensor.float() if tensor.is_floating_point() and tensor.ndim > 1 else tensor
+    if not tensor.is_floating_point() or tensor.ndim < 2:
+        return tensor
+    if tensor.stride(0) == 0:  # images of a prompt share one copy
+        return tensor[:1].float().expand_as(tensor)
+    return tensor.float()
 
 
 def check_call_at(record: RecordedStep, family: Family) -> None:

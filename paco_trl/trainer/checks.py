@@ -27,6 +27,7 @@ from .data_collator import PairRows, apply_template, count_tokens, named_images,
 from .evaluator import metric_names
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
+from .round_plan import RoundPlan
 
 
 logger = get_logger(__name__)
@@ -49,12 +50,21 @@ def fit_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
         how = (
             f"Set `num_prompts_per_generation` to {fitting[-1]}"
             if fitting
-            else (f"Of at most {count} no number of prompts fills it. Lower `per_device_train_batch_size`")
+            else (f"No number of prompts up to {count} fills one. {_smaller_batches(plan)}")
         )
         raise ValueError(
             f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.summary()} {how}, or add "
             "prompts."
         )
+
+
+def _smaller_batches(plan: RoundPlan) -> str:
+    """Say what to set so that few prompts fill the batches of a round."""
+    if plan.batch_size > 1:
+        return "Lower `per_device_train_batch_size`"
+    if plan.num_merged_batches > 1:
+        return "Lower `per_device_rollout_batch_size`"
+    return f"Set `num_generations` to a multiple of {plan.num_processes * plan.num_optimizer_steps}"
 
 
 def check_has_evaluation(args: Any, has_dataset: bool) -> None:
