@@ -335,11 +335,13 @@ class TestConfig:
             ({"advantage_clip": None}, "`advantage_clip` is None"),
             ({"loss_type": "grpo"}, "`loss_type` is 'grpo'; it must be .*'nft'.*'awm'.*`PaCoGRPOTrainer`"),
             ({"loss_type": "awm", "awm_weighting": "huber"}, "`awm_weighting` is 'huber'.*'ghuber'.*'t'"),
-            ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1"),
+            ({"noise_level": 0.5}, "`noise_level` is set to 0.5, which is for GRPO. Leave it out"),
+            ({"epsilon": 0.1}, "`epsilon` is set to 0.1, which is for GRPO or the loss 'awm', not for 'nft'"),
+            ({"loss_type": "awm", "nft_beta": 0.1}, "`nft_beta` is set to 0.1, which is for the loss 'nft'"),
             ({"old_policy_beta": 0.1}, "`old_policy_beta` is set to 0.1"),
             (
                 {"loss_type": "awm", "old_policy_beta": 0.0, "old_policy_max_decay": 0.3},
-                "`old_policy_max_decay` is set",
+                "`old_policy_max_decay` is set to 0.3, which needs `old_policy_beta` above 0",
             ),
         ],
     )

@@ -36,6 +36,7 @@ UNUSED_FIELDS = (
 )  # fmt: skip
 # Fields that a loss does not use
 UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
+_USED_BY = {"nft": "GRPO or the loss 'awm'", "awm": "the loss 'nft'"}  # those fields
 # What to use instead of a field that is refused
 _ALTERNATIVES = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile_repeated_blocks"),
@@ -133,11 +134,15 @@ def image_errors(
         args.loss_type = losses[0]
     yield from _unsupported_values(args, defaults, unsupported, _ALTERNATIVES)
     if is_nft:
-        yield from _unsupported_values(args, defaults, UNUSED_FIELDS, _NFT_ALTERNATIVES)
-        yield from _unsupported_values(args, defaults, UNUSED_WITH[args.loss_type], _NFT_ALTERNATIVES, "loss_type")
+        yield from _unsupported_values(args, defaults, UNUSED_FIELDS, _NFT_ALTERNATIVES, reason="is for GRPO")
+        unused, reason = UNUSED_WITH[args.loss_type], f"is for {_USED_BY[args.loss_type]}, not for {args.loss_type!r}"
+        yield from _unsupported_values(args, defaults, unused, _NFT_ALTERNATIVES, "loss_type", reason=reason)
         if args.loss_type == "awm" and not args.old_policy_beta > 0:  # no old policy is kept
             of_old_policy = ("old_policy_decay_rate", "old_policy_max_decay")
-            yield from _unsupported_values(args, defaults, of_old_policy, {}, "old_policy_beta", "loss_type")
+            reason = "needs `old_policy_beta` above 0"
+            yield from _unsupported_values(
+                args, defaults, of_old_policy, {}, "old_policy_beta", "loss_type", reason=reason
+            )
     yield from _out_of_range(args, defaults, whole, _RANGES + (_NFT_RANGES if is_nft else ()))
     yield from _common_errors(args)
     yield from _round_errors(args)
@@ -330,13 +335,14 @@ def _unsupported_values(
     unsupported: Collection[str],
     alternatives: Mapping[str, str],
     *because: str,
+    reason: str = "is not supported here",
 ) -> Iterator[OptionError]:
     """Refuse fields that are set to anything but their default, `because` of the values of others."""
     for name, value in vars(args).items():
         if name in unsupported and value is not None and value != defaults[name]:
             others = [alternatives[name]] if name in alternatives else []
             hint = f"; use `{others[0]}` instead" if others else ""
-            message = f"`{name}` is set to {value!r}, which is not supported here. Unset it{hint}."
+            message = f"`{name}` is set to {value!r}, which {reason}. Leave it out{hint}."
             yield OptionError(message, name, *because, remedies=others)
 
 
@@ -403,9 +409,9 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         if isinstance(value, float) and not math.isfinite(value) and (name not in unbounded or math.isnan(value)):
             yield OptionError(f"`{name}` is {value}; it must be a finite number.", name)
     if not args.max_steps >= 1 and (args.max_steps != -1 or not args.num_train_epochs > 0):
-        message = (
-            f"`max_steps` is {args.max_steps} and `num_train_epochs` {args.num_train_epochs}; one must be above 0."
-        )
+        message = f"`max_steps` is {args.max_steps}; it must be at least 1, or left out to train `num_train_epochs`."
+        if args.max_steps == -1:
+            message = f"`num_train_epochs` is {args.num_train_epochs}; it must be above 0, or set `max_steps`."
         yield OptionError(message, "max_steps", "num_train_epochs")
     strategies = [str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy)]
     if args.load_best_model_at_end and strategies[0] not in ("best", strategies[1]):
