@@ -387,6 +387,7 @@ class TestTypedOptions:
         if isinstance(written["rewards"], dict):
             written["reward_weights"] = [*written["rewards"].values()]
         lines = [line for line in said.splitlines() if f" of {recipe}, because of " in line]
+        assert not any("because of `paco-trl" in line.replace("`paco-trl nft`", "") for line in lines)
         found = {name for line in lines for name in re.findall(r"(\w+)=", line)}
         assert found <= {*left_out.split(), "lora_target_modules"}  # the layers are those of the model that is typed
         assert values["lora_target_modules"] is None

@@ -97,7 +97,7 @@ class ImageCommandParser(CommandParser):
         is_grpo_loss = self.is_nft and options.get("loss_type") in GRPO_LOSSES
         objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_grpo_loss else ()
         is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-        return dict.fromkeys(objective, f"`{self.prog}`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
+        return dict.fromkeys(objective, "`paco-trl nft`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
 
 
 def _published_files(script_args: ScriptArguments) -> list[str]:
