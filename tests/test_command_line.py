@@ -95,6 +95,13 @@ class TestFiles:
     def test_a_negative_number(self, tmp_path, word):
         assert self.parse(tmp_path, "height: 8", "--learning_rate", word).learning_rate == float(word)
 
+    def test_none_where_it_is_no_value(self, tmp_path):
+        for words in (["--max_steps", "None"], ["--learning_rate", "null"], ["--swap", "None"]):
+            name, default = words[0][2:], getattr(Arguments(), words[0][2:])
+            with pytest.raises(ValueError, match=f"`--{name}`: .*; leave it out for the default, {default}"):
+                self.parse(tmp_path, "height: 8", *words)
+        assert self.parse(tmp_path, "height: 8", "--height", "None").height is None
+
     def test_an_error_says_that_it_is_in_the_file(self, tmp_path):
         for text in ("learning_rate: fast", "max_stepz: 3", "sde_steps: [1, b]"):
             with pytest.raises(ValueError, match="^In the file of `--config`: "):

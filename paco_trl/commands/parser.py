@@ -193,7 +193,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         is_none = arg_string.lower() in ("none", "null") and arg_string != action.default  # a value of `report_to`
-        return None if is_none and action.dest in self.nullable else super()._get_value(action, arg_string)
+        if is_none and action.dest in self.nullable:
+            return None
+        if is_none and action.type is not str:
+            default = "" if action.default is None else f" for the default, {action.default}"
+            raise argparse.ArgumentError(action, f"it cannot be {arg_string}; leave it out{default}")
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value is not None:
