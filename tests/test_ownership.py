@@ -216,6 +216,13 @@ class TestStart:
         with pytest.raises(ValueError, match=name):
             make_trainer(model=str(index_alone(tmp_path)), output_dir=str(tmp_path / "run"))
 
+    def test_a_start_that_is_refused_leaves_no_record(self, make_trainer, make_judge, tmp_path):
+        for make, model in ((make_trainer, index_alone(tmp_path)), (make_judge, config_alone(tmp_path))):
+            with pytest.raises((OSError, ValueError)):
+                make(output_dir=str(tmp_path / "run"), model=str(model))
+            assert (tmp_path / "run").is_dir()  # it was opened
+        assert not [*tmp_path.rglob("run.json")]
+
     def test_a_judge_in_python(self, make_judge, tmp_path):
         plant(tmp_path / "run", "wrong_pairs.txt", "eval_wrong_pairs.png")
         with pytest.raises(ValueError, match="eval_wrong_pairs"):

@@ -351,6 +351,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
         # The fused head returns the label's log-probability only; the other answer's needs the hidden state
         self._inner_model().base_model.register_forward_hook(self._keep_hidden_state)
+        self._mark_output_dir()
 
     def _evaluate_last_step(self) -> None:
         # Before the end of training, while the trackers still run; by epochs, Trainer itself evaluates then

@@ -76,11 +76,15 @@ class ResumesExactly(PushesToHub):
             check_identity(self._checked, read_run(self._checked)["identity"], {"weights": weights})
 
     def _open_output_dir(self, args: TrainingArguments) -> None:
-        """Take the output directory for this run, before a model is loaded."""
+        """Check the output directory before a model is loaded; a run that is training there refuses this one."""
         check_output_dir(args.output_dir, self.published_files)
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
-            if args.process_index == 0:  # a run that is training refuses this one
-                begin_output_dir(args.output_dir)
+            pass
+
+    def _mark_output_dir(self) -> None:
+        """Mark the output directory as this run's, once all checks have passed and before anything else is there."""
+        if self.args.process_index == 0:
+            begin_output_dir(self.args.output_dir)
 
     def _check_run(self, args: TrainingArguments) -> None:
         """Compare this run with the one in the checkpoint to resume from, or in the output directory."""

@@ -240,6 +240,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._train_time = 0.0
         self._add_callbacks()
+        self._mark_output_dir()
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.schedule.summary())  # logs at level info are hidden
 

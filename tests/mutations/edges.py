@@ -476,7 +476,7 @@ HUB = [
     *_mutants(
         "trainer/resuming.py",
         "test_ownership.py::TestStart",
-        ("                begin_output_dir(args.output_dir)\n", "                pass\n"),
+        ("            begin_output_dir(self.args.output_dir)\n", "            pass\n"),
         (
             "        if not args.overwrite_output_dir:\n            check_rerun",
             "        if False:\n            check_rerun",
