@@ -132,6 +132,12 @@ def test_a_training_and_the_rest_of_it(make_small, capsys, prompts, tmp_path):
     assert len(rows) == 1 and rows[0].startswith(" 3/3")
     make_small(**settings, max_steps=4, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).train()
     assert "Resuming from checkpoint-2 at step 3 of 4.\n" in capsys.readouterr().out
+    # A finished run, or one that is past its end
+    for last in (2, 1):
+        make_small(**settings, max_steps=last, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).train()
+        said = capsys.readouterr().out
+        assert f"Resuming from checkpoint-2 with none of {last} step(s) left.\n" in said
+        assert "Done: nothing was left to train.\n" in said and "Done: step" not in said
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -214,7 +215,10 @@ class TestResume:
             assert "with other settings" not in text
         else:
             assert outcome in text and named in text
-            assert text.count(", now ") == 1  # only what differs is named
+            assert text.count(", now ") + text.count(": its contents have changed") == 1  # only what differs is named
+            assert not re.search(r"\b[0-9a-f]{16}\b", text)
+            adapter = f"`--adapter {earlier / 'checkpoint-1'}`"
+            assert (adapter in text) == (outcome is ERROR)
 
     @pytest.mark.parametrize(
         "component", ["transformer", "text_encoder_2", "vae", "vae.scaling_factor", "scheduler.shift", None]

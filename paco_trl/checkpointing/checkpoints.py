@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
+from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
 from ..utils.errors import OptionError
 from ..utils.files import open_weights, read_record, write_atomically
 from ..utils.locks import take_lock
@@ -195,7 +195,7 @@ def check_resumed_run(
     saved_run = read_run(checkpoint)
     if "settings" not in saved_run:
         raise ValueError(
-            f"'{checkpoint}' is from an older version or another trainer. Start a new run from its adapter."
+            f"'{checkpoint}' is from an older version or another trainer. Start {_new_run_from(checkpoint)}."
         )
     old_num_processes, key = saved_run["num_processes"], "processes of DeepSpeed"  # which shards the optimizer's state
     old_identity = saved_run["identity"] | {key: old_num_processes if saved_run["is_deepspeed"] else None}
@@ -211,7 +211,7 @@ def check_resumed_run(
         _warn(f"'{checkpoint}' was saved by {old_num_processes} processes, now there are {num_processes}{result}")
     if changes := differences(saved_run["settings"], settings):
         lines = "\n  ".join(["", *changes])
-        _warn(f"'{checkpoint}' is resumed with other settings, which changes the run:{lines}")
+        _warn(f"'{checkpoint}' is resumed with other settings for the steps that are left, if any:{lines}")
 
 
 def check_identity(checkpoint: Path, saved_run: dict, identity: dict) -> None:
@@ -219,9 +219,16 @@ def check_identity(checkpoint: Path, saved_run: dict, identity: dict) -> None:
     if changes := differences(saved_run, identity):
         lines = "\n  ".join(["", *changes])
         raise ValueError(
-            f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nPass the same values (the optimizer's "
-            "settings are restored), or start a new run from its adapter."
+            f"'{checkpoint}' cannot be resumed: it is of another run.{lines}\nPass what that run had (the optimizer's "
+            f"settings are restored), or start {_new_run_from(checkpoint)}."
         )
+
+
+def _new_run_from(checkpoint: Path) -> str:
+    """Say how to start a new run from the adapter of a checkpoint; a judge's is only continued in Python."""
+    is_of_pipeline = published_files_of(checkpoint) is PIPELINE_ADAPTER
+    how = f" (`--adapter {checkpoint}`, in Python `peft_config`)" if is_of_pipeline else ""
+    return f"a new run from its adapter{how} in another `output_dir`"
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:

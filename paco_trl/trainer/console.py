@@ -74,6 +74,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
         if "train_runtime" in logs:
             seconds = tqdm.format_interval(time.monotonic() - self._first[1])
             text = f"Done: step {state.global_step} of {state.max_steps} after {seconds}."
+            text = text if state.global_step > self._first[0] else "Done: nothing was left to train."
         else:
             text = self._row(args, state, logs) if _LOSS in logs else _values_text(state.global_step, logs)
         tqdm.write(text)

@@ -138,7 +138,7 @@ class ResumesExactly(PushesToHub):
         self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
         if self.resumed_from is not None and self.accelerator.is_main_process:
             step, last = self.state.global_step + 1, self.state.max_steps
-            where = f"at step {step} of {last}" if step <= last else f"where the run has ended, after {last} steps"
+            where = f"at step {step} of {last}" if step <= last else f"with none of {last} step(s) left"
             tqdm.write(f"Resuming from {self.resumed_from.name} {where}.")
         if self.args.enable_jit_checkpoint:
             defer_stop()  # until here a signal ends the run at once: it has nothing to save

@@ -115,7 +115,16 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """List the differences between two descriptions, a line each: the entries of `now`, and all within them."""
-    return [f"{name}: {shorten(before)}, now {shorten(value)}" for name, before, value in changes(saved, now)]
+    return [
+        f"{name}: its contents have changed" if _is_digest(before) or _is_digest(value)
+        else f"{name}: {shorten(before)}, now {shorten(value)}"
+        for name, before, value in changes(saved, now)
+    ]  # fmt: skip
+
+
+def _is_digest(value: Any) -> bool:
+    """Tell whether a value is a digest of contents, maybe after a word on them: a reader learns nothing from it."""
+    return isinstance(value, str) and re.fullmatch(r"(\w+: )?[0-9a-f]{16,64}", value) is not None
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
