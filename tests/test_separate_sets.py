@@ -184,13 +184,12 @@ class TestRounds:
         rows = PromptRows(sets(2, 3, 2), settings(), "it")
         round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 6)
         assert [sample.prompt_number for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
-        owners = [sample.completion and sample.completion.number for sample in round.samples]
+        owners = [None if sample.is_filler else sample.completion.number for sample in round.samples]
         assert owners == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, None, None]
-        for number, sample in enumerate(round.samples):
-            sample.image = Image.new("RGB", (4, 4), (number, 0, 0))
         finished = {}
         for number in [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10]:
-            finished |= {done.number: done.image for done in round.finish(Batch([round.samples[number]]))}
+            image = Image.new("RGB", (4, 4), (number, 0, 0))
+            finished |= {done.number: done.image for done in round.add(Batch([round.samples[number]]), [image])}
         assert list(finished) == [2, 1, 0, 3]
         assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
         assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
@@ -201,9 +200,8 @@ class TestRounds:
         rows = PromptRows(sets(2, 2), settings(), "it")
         for missing in (False, True):
             round = Round(rows, [0, 1], 1, (0, 3, 0), [(32, 32)] * 2)
-            for sample in round.samples[: 3 if missing else 4]:
-                sample.image = Image.new("RGB", (4, 4))
-            finished = round.finish(Batch(round.samples))
+            samples = round.samples[: 3 if missing else 4]
+            finished = round.add(Batch(samples), [Image.new("RGB", (4, 4))] * len(samples))
             assert len(finished) == 2 - missing
             with pytest.raises(RuntimeError, match="Set 1 .* 1 of its 2") if missing else nullcontext():
                 assert round.exchange(accelerator) == []
@@ -352,8 +350,8 @@ class TestAnchored:
     def test_anchor_of_each_image(self):
         rows = PromptRows(sets(2, 3, 2), settings(panel_generation="anchored"), "it")
         round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 7)  # the last two calls are the first two again
-        found = [sample.anchor and round.samples.index(sample.anchor) for sample in round.samples]
-        assert found == [None, None, 0, 1, 0, 1, None, None, 6, 7, None, None, 0, 1]
+        found = [sample.completion.number if sample.is_anchored else None for sample in round.samples]
+        assert found == [None, None, 0, 1, 0, 1, None, None, 2, 3, None, None, 0, 1]
 
     def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
         tokens = defaultdict(list)

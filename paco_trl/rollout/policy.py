@@ -6,16 +6,17 @@ again.
 It owns where VAE, weights and text encoders are.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, recursively_apply
+from PIL import Image
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -122,26 +123,21 @@ class Policy:
         """
         round_row_numbers = rollout_round.row_numbers_of(batches)
         gather = gather_object if is_collective else list
-        encode_anchor = functools.cache(self._encode_anchor)
-        ordered = rollout_round.in_order(batches, gather)
-        for batch in tqdm(ordered, progress, len(batches), disable=progress is None or None, leave=False):
-            batch_encoded = encoded
-            if batch_encoded is None:
-                row_numbers = [sample.row_number for sample in batch.samples]
-                following = round_row_numbers[round_row_numbers.index(row_numbers[-1]) + 1 :]
-                self.encoder.encode(rollout_round.rows, row_numbers, scale, following[:ROWS_AHEAD])
-                batch_encoded = self.encoder.fetch(rollout_round, row_numbers, scale)
-            anchors = []
-            if batch.samples[0].anchor is not None:
-                panels = [encode_anchor(sample.anchor) for sample in batch.samples]
-                anchors = [EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
-            self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
-            yield rollout_round.finish(batch)
+        with tqdm(desc=progress, total=len(batches), disable=progress is None or None, leave=False) as bar:
+            for phase, first_images in rollout_round.phases(batches, gather):
+                anchors = {set_number: self._encode_anchor(image) for set_number, image in first_images.items()}
+                for batch in phase:
+                    batch_encoded = encoded
+                    if batch_encoded is None:
+                        row_numbers = [sample.row_number for sample in batch.samples]
+                        following = round_row_numbers[round_row_numbers.index(row_numbers[-1]) + 1 :]
+                        self.encoder.encode(rollout_round.rows, row_numbers, scale, following[:ROWS_AHEAD])
+                        batch_encoded = self.encoder.fetch(rollout_round, row_numbers, scale)
+                    images = self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
+                    bar.update()
+                    yield rollout_round.add(batch, images)
         if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_sets:
             yield rollout_round.exchange(self.accelerator)
-        for sample in (sample for batch in batches for sample in batch.samples):
-            if sample.anchor is not None:
-                sample.anchor.image = None
 
     def generate(
         self,
@@ -149,21 +145,28 @@ class Policy:
         encoded: EncodedRows,
         num_inference_steps: int,
         recording: Recording = Recording(),  # noqa: B008 (it is frozen)
-        anchors: Iterable[EncodedImage] = (),
-    ) -> None:
-        """Generate a batch's images and record steps, within [`~Policy.on_device`]; `anchors` are more sources."""
+        anchors: Mapping[int, EncodedImage] = MappingProxyType({}),
+    ) -> list[Image.Image]:
+        """
+        Return a batch's images, and record its steps, within [`~Policy.on_device`].
+
+        `anchors` are the first images of sets, by number, from which their other images are generated.
+        """
         samples = batch.samples
         inputs = self.inputs(encoded, [sample.prompt_number for sample in samples])
+        sources = inputs.sources
+        if samples[0].is_anchored:
+            panels = [anchors[sample.completion.number] for sample in samples]
+            sources = [*sources, EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
         images, batch.steps = self.pipeline_policy.generate(
             inputs.arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
-            sources=[*inputs.sources, *anchors], initial_keys=[sample.initial_noise_key for sample in samples],
+            sources=sources, initial_keys=[sample.initial_noise_key for sample in samples],
         )  # fmt: skip
-        for sample, image in zip(samples, images, strict=True):
-            sample.image = image
         if recording.finish is not None:
             recording.finish(batch)
         batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
+        return images
 
     def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
         """Collect the inputs of a batch: embeddings of its prompts, and sources of the first, which all share."""
@@ -183,8 +186,8 @@ class Policy:
         arguments = {name: as_float32(to_device(tensor, device)) for name, tensor in stored.items()}
         return BatchInputs(arguments, stored, sources)
 
-    def _encode_anchor(self, anchor: Any) -> EncodedImage:
-        return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, anchor.image))
+    def _encode_anchor(self, image: Image.Image) -> EncodedImage:
+        return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, image))
 
     def predict(self, model: nn.Module, step: TransformerStep, detach_unconditional: bool = False) -> torch.Tensor:
         """Compute the velocity `(B, ...)` that a model predicts in a step, as [`~paco_trl.rollout.predict`] does."""

@@ -31,27 +31,25 @@ class Sample:
     `prompt_number` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is
     the key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first
     image.
-
-    A sample without a completion only fills a batch: it is generated, and neither scored nor trained.
     """
 
-    completion: "Completion | None"
+    completion: "Completion"
     generation: int
     panel: int
-    anchor: "Sample | None"  # first image of its set, if it is generated from that
+    is_anchored: bool  # whether it is generated from the first image of its set
+    is_filler: bool = False  # it only fills a batch: it is generated, and neither scored nor trained
     row_number: int = field(init=False)  # row index in the dataset
     prompt_number: int = field(init=False)  # index in `rows.image_prompts`
     size: tuple[int, int] = field(init=False)  # height and width in pixels
     noise_key: tuple[int, ...] = field(init=False)
     initial_noise_key: tuple[int, ...] = field(init=False)
-    image: Image.Image | None = None
     advantage: float = 0.0
     weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
 
-    def without_completion(self) -> "Sample":
+    def as_filler(self) -> "Sample":
         """Return a sample of the same image that only fills a batch."""
         sample = copy.copy(self)
-        sample.completion = None
+        sample.is_filler = True
         return sample
 
 
@@ -67,14 +65,15 @@ class Completion:
     panels: dict[int, Image.Image] = field(default_factory=dict)  # panel number -> image, until all are here
     image: Any = None  # PIL, from when it is finished until nothing needs it
 
-    def add(self, panels: dict[int, Image.Image]) -> list["Completion"]:
-        """Add images by panel; return the completion once it has all of them."""
+    def add(self, panels: dict[int, Image.Image]) -> bool:
+        """Add images by panel; return whether the completion has all of them now, and so its `image`."""
         self.panels |= panels
         if len(self.panels) < len(self.samples):
-            return []
+            return False
         images = [image for _, image in sorted(self.panels.items())]
-        self.image, self.panels = images[0] if len(images) == 1 else join_grid(images, 1, len(images)), {}
-        return [self]
+        self.image = images[0] if len(images) == 1 else join_grid(images, 1, len(images))
+        self.panels = {}
+        return True
 
 
 @dataclass(eq=False)
@@ -87,11 +86,11 @@ class Batch:
     @property
     def groups(self) -> set[int]:
         """The groups that its samples belong to."""
-        return {sample.completion.group for sample in self.samples if sample.completion is not None}
+        return {sample.completion.group for sample in self.samples if not sample.is_filler}
 
-    def without_completions(self) -> "Batch":
+    def as_filler(self) -> "Batch":
         """Return a batch of the same images that is neither scored nor trained."""
-        return Batch([sample.without_completion() for sample in self.samples])
+        return Batch([sample.as_filler() for sample in self.samples])
 
     def column(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return an attribute of all samples: (B,)."""
@@ -108,7 +107,7 @@ class Batch:
 
 def fill_up(batches: list[Batch], count: int, filler: Batch) -> list[Batch]:
     """Add batches that are neither scored nor trained: with ZeRO-3 every process must generate as many."""
-    return batches + [filler.without_completions()] * (count - len(batches))
+    return batches + [filler.as_filler()] * (count - len(batches))
 
 
 class Round:
@@ -127,7 +126,7 @@ class Round:
         sizes (`Sequence[tuple[int, int]]`):
             Height and width of the images of each row of the dataset.
         num_prompts (`int`, *optional*):
-            Prompts of a full round. If the rows have fewer, samples without a completion repeat them.
+            Prompts of a full round. If the rows have fewer, fillers repeat them.
     """
 
     def __init__(
@@ -151,14 +150,13 @@ class Round:
             self.completions += completions
             for panel in range(rows.lengths[row_number]):
                 for completion in completions:
-                    anchor = completion.samples[0] if rows.is_anchored and panel else None
-                    sample = Sample(completion, completion.generation, panel, anchor)
+                    sample = Sample(completion, completion.generation, panel, rows.is_anchored and panel > 0)
                     self._assign(sample, row_number)
                     completion.samples.append(sample)
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
-            self.samples.append(self.samples[position % num_samples].without_completion())
+            self.samples.append(self.samples[position % num_samples].as_filler())
 
     def _assign(self, sample: Sample, row_number: int) -> None:
         """Give a sample a row, with the prompt, size and noise keys that follow from it."""
@@ -193,41 +191,42 @@ class Round:
             row_numbers.append(self.samples[0].row_number)
         return list(dict.fromkeys(row_numbers))
 
-    def in_order(self, batches: list[Batch], gather: Callable[[list], list]) -> Iterator[Batch]:
+    def phases(
+        self, batches: list[Batch], gather: Callable[[list], list]
+    ) -> Iterator[tuple[list[Batch], dict[int, Image.Image]]]:
         """
-        Yield batches in the order of their generation: with anchored sets their first images before all others.
+        Yield the batches that are generated before others, with the images that they are generated from, by set.
 
-        Each process then yields as many of either kind. `gather` gathers a list from all processes.
+        Anchored sets have two phases: their first images, and all others from these. Each process then generates as
+        many batches in either. `gather` gathers a list from all processes.
         """
         if not self.rows.is_anchored:
-            yield from batches
+            yield batches, {}
             return
-        first = [batch for batch in batches if batch.samples[0].anchor is None]
-        anchored = [batch for batch in batches if batch.samples[0].anchor is not None]
         filler = Batch(self.samples[:1] * len(batches[0].samples))
-        yield from fill_up(first, max(gather([len(first)])), filler)
-        self._gather_anchors(anchored, gather)
-        yield from fill_up(anchored, max(gather([len(anchored)])), filler)
+        for is_anchored in (False, True):
+            phase = [batch for batch in batches if batch.samples[0].is_anchored is is_anchored]
+            first_images = self._gather_first_images(phase, gather) if is_anchored else {}
+            yield fill_up(phase, max(gather([len(phase)])), filler), first_images
 
-    def _gather_anchors(self, batches: list[Batch], gather: Callable[[list], list]) -> None:
-        """Give the anchors of some batches their images, which other processes may have generated."""
-        anchors = {sample.anchor for batch in batches for sample in batch.samples}
-        needed = {anchor.completion.number: anchor for anchor in anchors if anchor and anchor.completion}
+    def _gather_first_images(self, batches: list[Batch], gather: Callable[[list], list]) -> dict[int, Image.Image]:
+        """Return the first images of the sets of some batches, which other processes may have generated."""
+        needed = {sample.completion.number for batch in batches for sample in batch.samples}
         # Each unfinished set has its first image alone
-        first_images = [(started.number, image) for started in self.completions for image in started.panels.values()]
+        generated = [(started.number, image) for started in self.completions for image in started.panels.values()]
+        first_images = {}
         # One of each process at a time, which bounds the memory
-        for position in range(max(gather([len(first_images)]))):
-            for set_number, image in gather(first_images[position : position + 1]):
-                if set_number in needed:
-                    needed[set_number].image = image
+        for position in range(max(gather([len(generated)]))):
+            gathered = gather(generated[position : position + 1])
+            first_images |= {set_number: image for set_number, image in gathered if set_number in needed}
+        return first_images
 
-    def finish(self, batch: Batch) -> list[Completion]:
-        """Return the completions that are finished with the images of a batch."""
+    def add(self, batch: Batch, images: Sequence[Image.Image]) -> list[Completion]:
+        """Give the completions the images of a batch; return those that are finished with them."""
         finished = []
-        for sample in batch.samples:
-            if sample.completion is not None and sample.image is not None:
-                finished += sample.completion.add({sample.panel: sample.image})
-            sample.image = None
+        for sample, image in zip(batch.samples, images, strict=True):
+            if not sample.is_filler and sample.completion.add({sample.panel: image}):
+                finished.append(sample.completion)
         return finished
 
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
@@ -245,8 +244,8 @@ class Round:
                     raise RuntimeError(
                         f"Set {set_number} of a round has {len(panels)} of its {expected} images on all processes."
                     )
-                if process == accelerator.process_index:
-                    finished += self.completions[set_number].add(panels)
+                if process == accelerator.process_index and self.completions[set_number].add(panels):
+                    finished.append(self.completions[set_number])
         for completion in self.completions:
             completion.panels = {}  # other processes have finished these
         return finished

@@ -166,7 +166,8 @@ class TrainingRound(Round):
         def share(sample: Sample) -> float:
             """Return the share of a sample in its completion, 0 where that is not trained."""
             completion = sample.completion
-            return 1 / len(completion.samples) if completion and taking_part[completion.number] else 0.0
+            is_counted = taking_part[completion.number] and not sample.is_filler
+            return 1 / len(completion.samples) if is_counted else 0.0
 
         per_step = len(self.local_batches) // self.plan.num_optimizer_steps
         self.trained_completions = []
