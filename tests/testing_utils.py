@@ -138,7 +138,7 @@ def entries_of(round) -> list[dict]:
     """The micro-steps of this process in a round, in the order in which they are trained."""
     entries = []
     for position in range(round.plan.steps_per_generation):
-        batch, step, _ = round.micro_step(position)
+        batch, step = round.micro_step(position)
         columns = {"advantages": batch.column("advantage"), "weights": batch.column("weight")}
         trained_completions = round.trained_completions[position // round.plan.gradient_accumulation_steps]
         entries.append({"step": step, "trained_completions": trained_completions, **columns})

@@ -214,7 +214,7 @@ class Round:
         needed = {sample.completion.number for batch in batches for sample in batch.samples}
         # Each unfinished set has its first image alone
         generated = [(started.number, image) for started in self.completions for image in started.panels.values()]
-        first_images = {}
+        first_images: dict[int, Image.Image] = {}
         # One of each process at a time, which bounds the memory
         for position in range(max(gather([len(generated)]))):
             gathered = gather(generated[position : position + 1])

@@ -168,4 +168,4 @@ class PaCoGRPOTrainer(RoundTrainer):
         if self.accelerator.sync_gradients:
             # A new adapter is zero: what differs in it shows in the next round. Later the host waits once a step
             is_early = global_step <= self._initial_global_step + self.schedule.optimizer_steps_per_round
-            self._step_metrics = self.statistics.finish(global_step, self.is_on_policy, is_early)
+            self._log_with_step(self.statistics.finish(global_step, self.is_on_policy, is_early))

@@ -206,9 +206,9 @@ class PaCoNFTTrainer(RoundTrainer):
             global_step = self.state.global_step
             # An old policy that generates equals the trained one only at step 0
             is_on_policy = self.is_on_policy and (global_step == 0 or not self.objective.old_policy_generates)
-            self._step_metrics = self.statistics.finish(global_step, is_on_policy)
+            self._log_with_step(self.statistics.finish(global_step, is_on_policy))
             if self.args.keeps_old_policy:
-                self._step_metrics["old_policy_decay"] = self.old_policy.decay
+                self._log_with_step({"old_policy_decay": self.old_policy.decay})
         return self._mean_loss(loss, weights)
 
     def _model_card(self, *args, **kwargs) -> ImageModelCard:

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,14 +120,6 @@ class RoundSchedule:
         return SDESettings(tuple(sorted(steps)), args.noise_level, args.sde_type, args.tail_steps)
 
 
-class MicroStep(NamedTuple):
-    """What is trained at a time."""
-
-    batch: Batch
-    step: TransformerStep
-    is_idle: bool  # whether its optimizer step trains no image
-
-
 class TrainingRound(Round):
     """
     A round that is trained: dealt to the processes and, once it is generated, with the micro-batches of this one.
@@ -207,13 +199,16 @@ class TrainingRound(Round):
         filler = next(batch for batches in by_process for batch in batches)
         return fill_up(by_process[self.process_index], max(map(len, by_process)), filler)
 
-    def micro_step(self, position: int) -> MicroStep:
-        """Return a micro-batch at one of its steps."""
+    def micro_step(self, position: int) -> tuple[Batch, TransformerStep]:
+        """Return a micro-batch, and which of its steps is trained."""
         position %= self.plan.steps_per_generation  # `num_iterations` passes
         batch_number, step = divmod(position, self.plan.num_trained_steps)
         batch = self.micro_batches[batch_number]
-        trained_completions = self.trained_completions[position // self.plan.gradient_accumulation_steps]
-        return MicroStep(batch, batch.steps[step], is_idle=trained_completions == 0)
+        return batch, batch.steps[step]
+
+    def trains_nothing(self, optimizer_step: int) -> bool:
+        """Return whether an optimizer step of the round trains no image."""
+        return self.trained_completions[optimizer_step % self.plan.num_optimizer_steps] == 0
 
     @property
     def is_idle(self) -> bool:

@@ -236,8 +236,6 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.round: TrainingRound | None = None  # `None` until the first micro-step
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
-        self._step_metrics: dict[str, float] = {}
-        self.is_idle_step = False  # whether the current optimizer step trains no image
         self._encode_time = self._train_time = 0.0
         self._add_callbacks()
         self._mark_output_dir()
@@ -330,7 +328,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if self.args.ema_decay is not None:
             self.add_callback(AverageCallback(self))
         # After the averages, which an evaluation at the start uses
-        self.add_callback(RunCallback(on_pre_optimizer_step=self._drop_gradients, on_train_begin=self._begin_run))
+        self.add_callback(RunCallback(on_train_begin=self._begin_run))
         use_console(self)
         self.add_callback(CurvesCallback(self.args.plot_curves))
         self.add_callback(ImageStatisticsCallback())
@@ -421,47 +419,44 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self.model.train()
         super()._begin_run()
 
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of a step that trains no image: zeros would still move weights."""
-        if self.is_idle_step:
-            self.model.zero_grad(set_to_none=True)
-
     # ---- Rounds ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that only counts micro-steps: `_prepare_inputs` returns their inputs."""
+        """Return a loader that only counts micro-steps; `_prepare_inputs` returns their inputs."""
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
-    def _prepare_inputs(self, inputs):
-        """Return a micro-step of the round; generate a new round when it is used up."""
+    def _current_round(self) -> TrainingRound:
+        """Return the round of the current micro-step; generate and score it when the one before is used up."""
         accumulation = self.args.gradient_accumulation_steps
         if self._step % accumulation == 0:
             # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
             self._step = self.state.global_step * accumulation
         index, position = divmod(self._step, self.schedule.micro_steps_per_round)
-        if self.round is None or self.round.index != index:
-            if position > 0:
-                logger.warning(
-                    f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
-                    "they are generated again, with the current weights."
-                )
-            started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
-            self.round = self._generate_and_score_completions(index)
-            self.round.seconds = time.perf_counter() - started
-            self._train_time -= self.round.seconds  # they are part of the training step
-        batch, step, self.is_idle_step = self.round.micro_step(position)
-        if self.is_idle_step and self.is_deepspeed_enabled:  # whose update is part of the backward
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.0
-        device = self.accelerator.device
+        if self.round is not None and self.round.index == index:
+            return self.round
+        if position > 0:
+            logger.warning(
+                f"Training resumes in the middle of round {index}, whose images are not in the checkpoint: "
+                "they are generated again, with the current weights."
+            )
+        started, self.round = time.perf_counter(), None  # frees the old round before the new one is generated
+        self.round = self._generate_and_score_completions(index)
+        self.round.seconds = time.perf_counter() - started
+        self._current_train_step_time += self.round.seconds  # TRL's `step_time` counts generation, too
+        return self.round
+
+    def _prepare_inputs(self, inputs):
+        """Return the inputs of the current micro-step of the round."""
+        training_round, device = self._current_round(), self.accelerator.device
+        batch, step = training_round.micro_step(self._step % self.schedule.micro_steps_per_round)
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
             step = step.to(device)
         return {
             "step": step,
             "advantages": batch.column("advantage", device),
             "weights": batch.column("weight", device),
-            "sde": self.round.sde,
+            "sde": training_round.sde,
         }
 
     @property
@@ -474,6 +469,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def is_on_policy(self) -> bool:
         """Whether the weights have not been updated since the current round began."""
         return self.round is not None and self.state.global_step == self.round.global_step
+
+    @property
+    def is_idle_step(self) -> bool:
+        """Whether the current optimizer step trains no image."""
+        step = self.state.global_step % self.schedule.optimizer_steps_per_round
+        return self.round is not None and self.round.trains_nothing(step)
 
     def _plan_round(self, index: int) -> TrainingRound:
         """Return a round that is not generated yet."""
@@ -603,27 +604,41 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     # ---- Loss ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Run TRL's training step, and time an optimizer step without the generation of its round."""
+        """Run TRL's training step on the next micro-step, after a new round was generated if one is due."""
+        training_round = self._current_round()
         started = time.perf_counter()
         check = nullcontext()
         if self._is_first_backward:
             has_unused = not isinstance(self.model, PeftModel) and self.args.ddp_find_unused_parameters
             unused_layers = self.family.unused_layers(self.pipeline.transformer) if has_unused else ()
             check = check_all_gradients(self.model, unused_layers)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        with check:
+        with self._unchanged_weights() if self.is_idle_step else nullcontext(), check:
             loss = super().training_step(model, inputs, num_items_in_batch)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
         self._is_first_backward = False
         self._train_time += time.perf_counter() - started
-        if self.accelerator.sync_gradients and self.round is not None:
-            round_time = self.round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
+        if self.accelerator.sync_gradients:
+            round_time = training_round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
             times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
-            for name, value in {**self.round.metrics, **self._step_metrics, **times}.items():
-                self._metrics["train"][name].append(value)
+            self._log_with_step(training_round.metrics | times)
             self._train_time = 0.0
         return loss
+
+    @contextmanager
+    def _unchanged_weights(self):
+        """Keep an optimizer step from moving the weights, as Adam does also with gradients of zero."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if self.is_deepspeed_enabled:  # whose update is part of the backward
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+        yield
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.model.zero_grad(set_to_none=True)
+
+    def _log_with_step(self, metrics: dict[str, float]) -> None:
+        """Log metrics with those of the optimizer step, as TRL's trainers do."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _velocities(self, model, step: TransformerStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Predict the velocity in a step, and the reference's if the loss has one."""
