@@ -17,10 +17,10 @@ from ..utils.files import write_atomically
 from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
-from ..utils.paper import PAPER
 from ..utils.text import without_nan
 from .files import SETTINGS
 from .licenses import License
+from .papers import PAPER
 
 
 # Metrics of a judge -> their Hub identifiers and labels

@@ -37,6 +37,7 @@ from ..utils.pipelines import truncations_counted
 from .judge_run import QUESTION_TOKENS, JudgeNetwork, judge_tokens
 from .peaks import (
     PlanMode,
+    cached_method,
     dequantize_in_forward,
     extrapolate,
     fake_weights,
@@ -95,11 +96,6 @@ class ImageRun:
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
         self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
-        for method in (
-            self.embeddings, self.transformer_calls, self.training_peak, self.step_peak, self.decoding_peak,
-            self.first_panel_peak,
-        ):  # fmt: skip
-            setattr(self, method.__name__, functools.cache(method))  # until the plan is dropped
         self._read_rewards(reward_models, judge_quantization)
         self._load(model, peft_config)
         self._read_prompts(train_dataset, eval_dataset)
@@ -170,6 +166,7 @@ class ImageRun:
             else:
                 self.judges.append(make(config.name_or_path))
 
+    @cached_method
     def embeddings(self, image: PlannedImage) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt, as zeros in the real shapes with batch dimension 1."""
         images = image.rows.images(image.row_number) if self.family.prompt_sees_images else []
@@ -191,6 +188,7 @@ class ImageRun:
         with self.mode:
             return self.vae.encode(self.mode.from_tensor(pixels)).latent_dist.mode()
 
+    @cached_method
     def transformer_calls(self, batch_size: int, image: PlannedImage | None = None) -> list[dict]:
         """Record the arguments of the transformer's calls in a step, by default of training, without their data."""
         image = image or self.image
@@ -220,11 +218,13 @@ class ImageRun:
         to_fake = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
         return tree_map_only(torch.Tensor, to_fake, calls)
 
+    @cached_method
     def training_peak(self, batch_size: int, checkpoints: bool, quantization: str | None = None) -> int:
         """Measure the peak of a micro-batch's forward and backward pass."""
         getattr(self.transformer, f"{'enable' if checkpoints else 'disable'}_gradient_checkpointing")()
         return self._transformer_peak(self.transformer_calls(batch_size), quantization, is_training=True)
 
+    @cached_method
     def step_peak(self, batch_size: int, image: PlannedImage, quantization: str | None) -> int:
         """Measure the peak of a sampling step."""
         return self._transformer_peak(self.transformer_calls(batch_size, image), quantization)
@@ -233,6 +233,7 @@ class ImageRun:
         with self.mode, self.training_precision(), dequantize_in_forward(self.model, quantization):
             return measure_peak(lambda: [self.model(**call)[0] for call in calls], self.model, is_training)
 
+    @cached_method
     def decoding_peak(self, batch_size: int, image: PlannedImage, tiled: bool) -> int:
         """Measure the peak of the VAE's decoder."""
         sides = [side // self.pipeline.vae_scale_factor for side in image.size]
@@ -242,6 +243,7 @@ class ImageRun:
             latents = torch.empty(batch_size, self.channels, *frames, *sides, dtype=self.vae.dtype)
             return measure_peak(lambda: self.vae.decode(latents, return_dict=False), self.vae)
 
+    @cached_method
     def first_panel_peak(self, image: PlannedImage) -> int:
         """Measure the peak of the VAE's encoder for a first panel."""
         return measure_peak(lambda: self.encode_image(self.panel(image)), self.vae)

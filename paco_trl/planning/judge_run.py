@@ -13,6 +13,7 @@ from ..rewards.paco_reward import read_judge_config
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from .peaks import (
     PlanMode,
+    cached_method,
     extrapolate,
     fake_weights,
     measure_peak,
@@ -51,8 +52,8 @@ class JudgeNetwork:
         with skip_equal_blocks(self.model):
             fake_weights(self.model, self.mode)
         self.weights_bytes = functools.cache(weights_bytes)
-        self.peak = functools.cache(self.peak)  # type: ignore[method-assign]
 
+    @cached_method
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
         decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
         getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()

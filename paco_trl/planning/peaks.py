@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -22,6 +22,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Bytes per weight of a linear layer; NF4 has a float32 scale per 64 weights
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 4 / 64, "int8": 1, "fp8": 1, "fp8_storage": 1}
+
+
+Result = TypeVar("Result")
+
+
+def cached_method(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Cache the results of a method on its object, with which they are freed."""
+
+    @functools.wraps(method)
+    def wrapper(self, *arguments):
+        results = vars(self).setdefault(f"_{method.__name__}_results", {})
+        if arguments not in results:
+            results[arguments] = method(self, *arguments)
+        return results[arguments]
+
+    return wrapper
 
 
 class PlanMode(FakeTensorMode):
