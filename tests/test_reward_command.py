@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from datasets import Dataset
+from peft import LoraConfig
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
 from paco_trl.data.columns import column_types
+from paco_trl.hub import ImageModelCard, save_settings
 from testing_utils import check_frozen_weights_are_not_saved, check_same_adapter, pair_dataset
 
 
@@ -133,8 +135,15 @@ def test_a_pipeline_is_no_judge(workspace, tiny_flux, tmp_path):
         run_here(workspace, tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
     args = PaCoRewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="is no vision-language model"):
+    with pytest.raises(ValueError, match="is an image pipeline, no vision-language model, as a judge must be.$"):
         PaCoRewardTrainer(str(tiny_flux), args, pairs(2, 0))
+    adapter = str(tmp_path / "adapter")
+    LoraConfig(r=4, base_model_name_or_path="makers/flux").save_pretrained(adapter)
+    save_settings(ImageModelCard("adapter", "adapter", "makers/flux"), adapter)
+    with pytest.raises(
+        ValueError, match="adapter' is an adapter of the image pipeline 'makers/flux', no vision-.*be.$"
+    ):
+        PaCoReward.from_pretrained(adapter)
 
 
 class TestData:

@@ -29,7 +29,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from ..hub.files import SETTINGS
+from ..hub.settings import ImageModelCard
 from ..utils.deepspeed import without_zero3_init
+from ..utils.files import read_record
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import reading
 from ..utils.model_files import find_adapter_file, find_model_file, hub_arguments
@@ -184,7 +187,7 @@ class PaCoReward:
     @staticmethod
     def load_processor(model: str | Path, trust_remote_code: bool = False, **kwargs) -> ProcessorMixin:
         """Load the processor of a judge (or of an adapter's base model) without the weights; check its tokenizer."""
-        model = os.fspath(model)
+        name = model = os.fspath(model)
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         if is_adapter and not has_processor(model, **hub_arguments(kwargs)):
             model, kwargs = base, base_kwargs
@@ -192,9 +195,11 @@ class PaCoReward:
             processor = AutoProcessor.from_pretrained(
                 model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs)
             )
-        except OSError as error:  # whose message may not name the model
-            raise OSError(f"The judge {model!r} cannot be read. {error}") from error
-        except ValueError as error:  # for an image pipeline, for example
+        except (OSError, ValueError) as error:
+            if (what := _describe_image_model(name, base)) is not None:
+                raise ValueError(f"{name!r} is {what}, no vision-language model, as a judge must be.") from error
+            if isinstance(error, OSError):  # whose message may not name the model
+                raise OSError(f"The judge {model!r} cannot be read. {error}") from error
             raise ValueError(f"{model!r} is no vision-language model, as a judge must be. {error}") from error
         decision_token_ids(processor.tokenizer)
         if processor.chat_template is None:
@@ -571,10 +576,17 @@ def read_judge_config(model: str) -> PreTrainedConfig:
         base = resolve_base_model(model, {})[0]
         return AutoConfig.from_pretrained(base)
     except (OSError, ValueError) as error:  # whose message may not name the model
-        if os.path.isfile(os.path.join(base, "model_index.json")):
-            what = "an image pipeline" if base == model else f"an adapter of the image pipeline '{base}'"
+        if (what := _describe_image_model(model, base)) is not None:
             raise OSError(f"The reward model '{model}' is {what}. Pass a vision-language model.") from error
         raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
+
+
+def _describe_image_model(model: str, base: str) -> str | None:
+    """Describe a model that generates images, which was passed as a judge; `None` for other models."""
+    is_ours = read_record(os.path.join(model, SETTINGS)).get("kind") == ImageModelCard.kind
+    if not is_ours and not os.path.isfile(os.path.join(base, "model_index.json")):
+        return None
+    return "an image pipeline" if base == model else f"an adapter of the image pipeline '{base}'"
 
 
 def _check_loading(model: str, info: dict) -> None:
