@@ -117,6 +117,8 @@ class TestCommand:
         assert code == 1 and "--hub_model_id" in said
         code, said = push(run, "--hub_model_id", "mine", "--private", "True", "--hub_revision", "try")
         assert code == 0 and f"{hub.url}/tester/mine" in said
+        assert "uploading to tester/mine what is in '" in said and "adapter_model.safetensors, curves.png, " in said
+        assert "me_at_home.png" not in said and "run.json" not in said
         assert "metadata block" not in said  # nothing of the client's own about cards
         files = hub.files("tester/mine", "model", "try")
         assert set(files) == {".gitattributes", *(path.name for path in folder.iterdir())} - {"me_at_home.png"}
@@ -167,8 +169,10 @@ class TestCommand:
 
     def test_refused_before_anything_is_written(self, hub, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")
-        code, said = push(run, "--hub_model_id", "new", token=None)
-        assert code == 1 and "hf auth login" in said and "Traceback" not in said
+        for words in ((run,), (run, "--hub_model_id", "new"), (tmp_path, "--hub_model_id", "new")):
+            code, said = push(*words, token=None)  # before it is asked what and where to
+            assert code == 1 and "push: There is no token of the Hub. Log in with `hf auth login`" in said
+            assert len(said.splitlines()) == 1
         assert not hub.repos and not (run / ".pushing").exists()
 
 

@@ -7,17 +7,20 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..checkpointing.checkpoints import find_saved_model
-from ..hub.account import prepare_repository
+from ..hub.account import check_token, prepare_repository
 from ..hub.cards import card_for, render_card
-from ..hub.files import SETTINGS, published_files_of
+from ..hub.files import SETTINGS, published_files_of, select_files
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
 from ..utils.errors import OptionError
+from .main import say
 from .model_arguments import PushArguments
 
 
 def push(args: PushArguments) -> str:
     """Upload a saved model, and return the address of the repository."""
+    api = HfApi(library_name="paco_trl")
+    check_token(api)
     folder = Path(args.folder)
     model = find_saved_model(folder)
     card = load_settings(model)
@@ -34,7 +37,6 @@ def push(args: PushArguments) -> str:
     revision = args.hub_revision or run_settings.get("revision")
     private = args.private if args.private is not None else run_settings.get("private")
     published_files = published_files_of(model) or []
-    api = HfApi(library_name="paco_trl")
     repo_id = prepare_repository(api, repo_id, private, revision, card.base_model, published_files)
     if not saved_settings and folder == run:
         remember_repository(run, repo_id, revision, private)
@@ -43,5 +45,7 @@ def push(args: PushArguments) -> str:
     readme, pushed_card = model / "README.md", replace(card, repo_id=repo_id)
     text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(pushed_card))
     contents = {"README.md": text, SETTINGS: settings_text(pushed_card)}
+    names = ", ".join(sorted({*select_files(model, published_files), *contents}))
+    say("push", f"uploading to {repo_id} what is in '{model}': {names}.")
     pusher.push_now(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -61,6 +62,12 @@ def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached
         ) from error
 
 
+def check_token(api: HfApi) -> None:
+    """Check that there is a token; whether the Hub takes it is not asked."""
+    if not (api.token or get_token()):
+        raise LocalTokenNotFoundError("There is no token of the Hub. Log in with `hf auth login`, or set `HF_TOKEN`.")
+
+
 def find_repository(
     api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model", revision: str | None = None
 ) -> tuple[str, Any]:
@@ -69,6 +76,7 @@ def find_repository(
 
     Returns the full id and the repository's `ModelInfo` or `DatasetInfo`, `None` if it does not exist.
     """
+    check_token(api)
     with hub_outages(api):
         user = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
