@@ -490,7 +490,7 @@ class TestMemory:
             (_REWARD, {"reward_required": [True, False]}, "`--reward_required`"),
             (_REWARD.replace("prompts", "masks"), {}, "`masks`"),
             (_REWARD.replace(", **kwargs", ""), {}, "`**kwargs`"),
-            (_REWARD.replace(" * len(completions)", ""), {}, "'mine' returned 1 values for 4 images"),
+            (_REWARD.replace(" * len(completions)", ""), {}, "'mine' returned 1 value(s) for 4 image(s)"),
             ("async " + _REWARD.replace("1.0", "'good'"), {}, "'mine' returned 'good' for image 0"),
             (_REWARD.replace("1.0", "1 / 0"), {}, "ZeroDivisionError: division by zero"),
             (_REWARD.replace("1.0", "1 / 0"), {"rewards": ["clip_t", "MINE"]}, "was called on images of noise."),

@@ -71,7 +71,7 @@ class TestReturnedValues:
 
     @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0] * 4])
     def test_wrong_count(self, is_async, values):
-        with pytest.raises(RewardError, match=f"'tasty' returned {len(values)} values for 3 images"):
+        with pytest.raises(RewardError, match=f"'tasty' returned {len(values)} value\\(s\\) for 3 image\\(s\\)"):
             call(returning(values, is_async))
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])

@@ -284,7 +284,7 @@ class RoundScoring:
         for call in self._calls:
             if wrong := [column for column, values in call.extra.items() if len(values) != len(call.numbers)]:
                 error = RewardError(
-                    f"Rewards logged {len(call.extra[wrong[0]])} values in the column '{wrong[0]}' (`log_extra`) for "
+                    f"Rewards logged {len(call.extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) for "
                     f"{len(call.numbers)} images. Log one value per image, and a different column for each reward."
                 )
         self._raise_together(error=error)

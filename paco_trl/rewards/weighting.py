@@ -185,7 +185,7 @@ def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
     rewards = list(rewards)
     if len(rewards) != count:
         raise RewardError(
-            f"The reward '{name}' returned {len(rewards)} values for {count} images, but must return one per image."
+            f"The reward '{name}' returned {len(rewards)} value(s) for {count} image(s); it must return one each."
         )
     for index, reward in enumerate(rewards):
         with suppress(TypeError, ValueError, OverflowError):  # raised for what is not a number
