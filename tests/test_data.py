@@ -217,8 +217,14 @@ class TestCheckImageSetColumns:
         row = image_set_row()
         del row["cols"]
         for data in [*self.both([row]), [image_set_row(), row]]:
-            with pytest.raises(ValueError, match=r"need the columns \['cols'\].*convert_t2is"):
+            with pytest.raises(ValueError, match="The prompts have no `cols`. A set in a grid has"):
                 check_image_set_columns(data)
+        with pytest.raises(ValueError, match="Row 0 has rows='two' and cols=2; both must be whole numbers from 1 on"):
+            check_image_set_columns([image_set_row(rows="two")])
+        others = {"image": "To edit images add `--edits`", "layout": "Convert raw T2IS rows with `convert_t2is`"}
+        for column, remedy in others.items():
+            with pytest.raises(ValueError, match=f"The prompts have no `cols`. {remedy}"):
+                check_image_set_columns(Dataset.from_list([row | {column: "x"}]))
         for data in ([], Dataset.from_list([])):
             with pytest.raises(ValueError, match="no rows"):
                 check_image_set_columns(data)

@@ -205,6 +205,16 @@ class TestEncodings:
             with pytest.raises(ValueError, match=f"{name}' has no rows"):
                 load_image_set_prompts(write(tmp_path / name, content))
 
+    def test_a_folder_of_other_files(self, tmp_path):
+        write(tmp_path / "README.md", "no data")
+        with pytest.raises(FileNotFoundError, match="has no data files .*jsonl.* Name a file"):
+            load_image_set_prompts(tmp_path)
+        write(tmp_path / "tokenizer.json", json.dumps({f"setting_{number}": number for number in range(40)}))
+        with pytest.raises(
+            ValueError, match="There is no column `prompt` among setting_0, .*, setting_9, .... Rename"
+        ):
+            load_image_set_prompts(tmp_path)
+
     def test_what_is_cut_off(self, tmp_path):
         whole = gzip.compress(b"A fox\n" * 100)
         for name, content in (("p.txt.gz", whole[:-9]), ("q.txt.gz", b"A fox"), ("p.parquet", b"PAR1 A fox")):

@@ -18,7 +18,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Image, Json, LargeList, List, Value, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
+from datasets.data_files import EmptyDatasetError
+from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -126,6 +127,11 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
         raise ConnectionError(
             f"'{path}' cannot be read: {error}. Pass a file or directory, or load the dataset once with a connection "
             "(without `HF_HUB_OFFLINE`), to have it in the cache."
+        ) from error
+    except (DataFilesNotFoundError, EmptyDatasetError) as error:
+        endings = ", ".join((*TEXT_DATA, PARQUET))
+        raise FileNotFoundError(
+            f"'{path}' has no data files ({endings}). Name a file, or another directory."
         ) from error
     except (DatasetGenerationError, ValueError) as error:
         if not str(error).startswith("Config name is missing"):

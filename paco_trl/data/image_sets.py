@@ -15,7 +15,7 @@ from typing import Any, cast
 from datasets import Dataset, Value
 
 from ..utils.names import LINES, data_ending
-from ..utils.text import is_text, shorten
+from ..utils.text import is_text, shorten, some_of
 from .columns import check_references, is_size
 from .dataset_files import DEMO_FILE, load_split
 from .grid_prompts import (
@@ -64,14 +64,20 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
     rows = list(_prompt_columns(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
         if isinstance(dataset_or_rows, Dataset) and (names := dataset_or_rows.column_names):
-            raise ValueError(f"There is no column `prompt` among {names}. Rename the column of the texts to `prompt`.")
+            raise ValueError(
+                f"There is no column `prompt` among {some_of(names)}. Rename the column of the texts to `prompt`, or "
+                "name the file that has it."
+            )
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
     missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
     if missing:
-        raise ValueError(
-            f"Image-set prompts need the columns {missing}. To edit images add `--edits`, or use `load_edit_prompts`. "
-            "Convert raw T2IS rows with `convert_t2is`."
-        )
+        found = {*dataset_or_rows.column_names} if is_dataset else {name for row in rows for name in row}
+        remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
+        if found & {"image", "images"}:
+            remedy = "To edit images add `--edits`, or use `load_edit_prompts`."
+        elif "layout" in found:
+            remedy = "Convert raw T2IS rows with `convert_t2is`."
+        raise ValueError(f"The prompts have no {' and no '.join(f'`{name}`' for name in missing)}. {remedy}")
     for index, row in enumerate(rows):
         check_row(index, *(row[name] for name in _REQUIRED_COLUMNS))
         if row.get("layout") != SEPARATE:
@@ -98,7 +104,9 @@ def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> Non
     """Check the prompt, the layout and the panels of a row."""
     _check_prompt(index, prompt)
     if not all(type(count) is int and count > 0 for count in (rows, cols)):
-        raise ValueError(f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}, not ints of at least 1.")
+        raise ValueError(
+            f"Row {index} has rows={shorten(rows)} and cols={shorten(cols)}; both must be whole numbers from 1 on."
+        )
     if not isinstance(panels, list | tuple) or len(panels) != rows * cols or not all(map(is_text, panels)):
         raise ValueError(
             f"`panels` of row {index} is {shorten(panels)}. It must be a list with a text for each panel of its "
