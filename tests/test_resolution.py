@@ -45,7 +45,8 @@ class TestCheckInferenceSize:
         with pytest.raises(ValueError) as error:
             check_inference_size(height, width, rows, cols, 16, "row 7 of the dataset")
         message = str(error.value)
-        assert f"The {name} of row 7 of the dataset is {size}" in message and f"so of {step}" in message
+        assert f"The {name} of row 7 of the dataset is {size}" in message
+        assert (f"so of {step}. " if step > 16 else "a multiple of 16 (required by the pipeline). ") in message
 
         below, above = nearest_values(error)
         assert 0 < below and above == below + step and (below < size < above or below == step)

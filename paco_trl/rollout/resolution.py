@@ -15,14 +15,14 @@ def check_inference_size(height: int, width: int, rows: int, cols: int, multiple
             continue
         step = math.lcm(multiple or _ANY_MULTIPLE, count)
         below = max(size // step, 1) * step
-        needed = f"multiple of {multiple} (required by the pipeline) and of {count} ({unit} of panels), so of {step}"
+        needed = f"{multiple} (required by the pipeline)"
         if multiple is None:
-            needed = (
-                f"multiple of {count} ({unit} of panels) and of what the pipeline requires, at most {_ANY_MULTIPLE}"
-            )
+            needed = f"{count} ({unit} of panels) and of what the pipeline requires, at most {_ANY_MULTIPLE}"
+        elif step != multiple:
+            needed += f" and of {count} ({unit} of panels), so of {step}"
         raise ValueError(
-            f"The {name} of {where} is {size}: it must be a {needed}. Nearest values that work: {below} or "
-            f"{below + step}."
+            f"The {name} of {where} is {size}: it must be a multiple of {needed}. Nearest values that work: {below} "
+            f"or {below + step}."
         )
 
 
