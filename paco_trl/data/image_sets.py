@@ -71,7 +71,9 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
     missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
     if missing:
-        found = {*dataset_or_rows.column_names} if is_dataset else {name for row in rows for name in row}
+        found = {name for row in rows for name in row}
+        if isinstance(dataset_or_rows, Dataset):  # also the columns that were not selected
+            found = {*dataset_or_rows.column_names}
         remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
         if found & {"image", "images"}:
             remedy = "To edit images add `--edits`, or use `load_edit_prompts`."
