@@ -547,7 +547,11 @@ class TestMemory:
         words += ["--dataset_name", str(tmp_path / "pairs.jsonl"), "--device_memory", "24GiB", "--bf16", "False"]
         rows = {row.check: row for row in doctor.examine("reward", words, Console(quiet=True))}
         assert rows["pairs"].verdict == verdict and rows["memory"].verdict == "ok"
-        assert ("1 pairs" if verdict == "ok" else "ompletion") in rows["pairs"].finding
+        assert ("1 pair(s)" if verdict == "ok" else "ompletion") in rows["pairs"].finding
+        if verdict == "ok":
+            words += ["--dataset_split", "train", "--eval_split", "train"]
+            rows = {row.check: row for row in doctor.examine("reward", words, Console(quiet=True))}
+            assert "1 of 1 rows of `eval_dataset` are also trained on" in rows["pairs"].advice
 
     @pytest.mark.parametrize("is_planned", [True, False])
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

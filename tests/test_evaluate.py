@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 import launching
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.checkpointing.weights import gather_weights, local_weights
+from paco_trl.data import make_pair
 from paco_trl.evaluation import bootstrap_interval, grid_artifact_score
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.sde import keyed_generator
-from paco_trl.trainer.checks import warn_of_trained_rows
+from paco_trl.trainer.checks import warn_of_trained_pairs, warn_of_trained_rows
 from paco_trl.trainer.evaluator import Evaluation, load_baseline, save_baseline
 from paco_trl.utils.processes import end_training
 from testing_utils import LORA, SMALL_RUN, are_equal, count_images, jsonl, square_prompts, weights_of
@@ -277,6 +278,18 @@ def test_an_edit_of_another_source_is_not_trained_on(caplog, color, is_trained_o
 
     warn_of_trained_rows(rows("the dataset", "red"), [rows("the other", color)])
     assert ("1 of 1 rows of the other" in caplog.text) == is_trained_on
+
+
+def test_pairs_that_are_trained_on_are_counted(caplog):
+    def pairs(*colors: str, question: str = "Alike?", decision: str = "Yes") -> Dataset:
+        images = [Image.new("RGB", (8, 8), color) for color in ("white", *colors)]
+        return Dataset.from_list([make_pair(images[0], image, question, decision) for image in images[1:]])
+
+    warn_of_trained_pairs(pairs("red", "blue"), {})
+    warn_of_trained_pairs(pairs("red"), {"mine": pairs("green", "blue"), "yours": pairs("red", question="Same?")})
+    assert not caplog.text
+    warn_of_trained_pairs(pairs("red", "blue"), {"mine": pairs("green", "red", decision="No")})
+    assert "1 of 2 rows of `mine` are also trained on" in caplog.text
 
 
 class TestBaseline:

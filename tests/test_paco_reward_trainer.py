@@ -992,6 +992,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match="ow 2 of `eval_dataset`"):
             make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen), eval_dataset=dataset)
 
+    def test_one_that_is_trained_on(self, make_reward_trainer, tiny_qwen, caplog):
+        with pytest.raises(OSError, match="nowhere"):
+            make_reward_trainer(NOWHERE, processing_class=processor_of(tiny_qwen), eval_dataset=mixed())
+        assert "rows of `eval_dataset` are also trained on" in caplog.text
+
     def test_a_set_given_to_evaluate(self, make_reward_trainer):
         trainer = make_reward_trainer(max_length=200)
         image = PILImage.new("RGB", (56, 56))

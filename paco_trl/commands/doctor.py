@@ -53,6 +53,7 @@ from ..trainer.checks import (
     offload_models,
     read_eval_rows,
     read_train_rows,
+    warn_of_trained_pairs,
     warn_of_trained_rows,
 )
 from ..trainer.round_schedule import RoundSchedule
@@ -266,7 +267,9 @@ def check_pairs(state: DoctorState) -> Row | str:
     if not Path(script_args.dataset_name).expanduser().exists():
         return Row(SKIPPED, f"'{script_args.dataset_name}' is on the Hub. `paco-trl reward` downloads and checks it.")
     pairs, eval_pairs = reward.load_datasets(script_args, state.args)
-    return f"{len(pairs)} pairs." + ("" if eval_pairs is None else f" Evaluation: {len(eval_pairs)} pairs.")
+    if eval_pairs is not None:  # in place of the trainer, which would warn
+        warn_of_trained_pairs(pairs, {"eval_dataset": eval_pairs})
+    return f"{len(pairs)} pair(s)." + ("" if eval_pairs is None else f" Evaluation: {len(eval_pairs)} pair(s).")
 
 
 def _no_reward(prompts: list[str], completions: list[Image.Image], **kwargs) -> list[None]:

@@ -2,7 +2,7 @@
 """Checks of the data, and of the data against the model that is trained on them."""
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from datasets import Dataset
@@ -20,6 +20,7 @@ from ..rewards.scoring import offloadable_models
 from ..rewards.weighting import Rewards
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
+from ..utils.fingerprint import describe_rows
 from ..utils.logs import get_logger
 from ..utils.vision_language import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
 from .config_utils import check_best_metric
@@ -101,11 +102,24 @@ def warn_of_trained_rows(train_rows: PromptRows, eval_rows: Sequence[PromptRows]
     for rows in eval_rows:
         prompts = {*train_rows.prompts} & {*rows.prompts}
         trained_on = {*_conditions(train_rows, prompts)}
-        if count := sum(condition in trained_on for condition in _conditions(rows, prompts)):
-            logger.warning(
-                f"{count} of {len(rows)} rows of {rows.where} are also trained on, and do not show whether other "
-                "prompts get better. Hold rows out: train on the split `train[:90%]`, and evaluate on `train[90%:]`."
-            )
+        _warn_of_trained(trained_on, _conditions(rows, prompts), len(rows), rows.where, "prompts get")
+
+
+def warn_of_trained_pairs(train_pairs: Dataset, eval_pairs: Mapping[str, Dataset]) -> None:
+    """Warn of evaluation pairs that are also trained on, whatever the answer; the datasets are by their names."""
+    columns = ["images", "prompt"]
+    trained_on = {*describe_rows(train_pairs.select_columns(columns))} if eval_pairs else set()
+    for name, pairs in eval_pairs.items():
+        rows = describe_rows(pairs.select_columns(columns))
+        _warn_of_trained(trained_on, rows, len(pairs), f"`{name}`", "pairs are judged")
+
+
+def _warn_of_trained(trained_on: Set, conditions: Iterable, total: int, where: str, others: str) -> None:
+    if count := sum(condition in trained_on for condition in conditions):
+        logger.warning(
+            f"{count} of {total} rows of {where} are also trained on, and do not show whether other {others} better. "
+            "Hold rows out: train on the split `train[:90%]`, and evaluate on `train[90%:]`."
+        )
 
 
 def _conditions(rows: PromptRows, prompts: Set[str]) -> Iterator[tuple]:

@@ -49,7 +49,7 @@ from ..utils.logs import get_logger
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
-from .checks import check_has_evaluation, check_pairs
+from .checks import check_has_evaluation, check_pairs, warn_of_trained_pairs
 from .config_utils import check_best_metric, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
@@ -283,6 +283,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             limit_pixels(processing_class, args.max_pixels)
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
+        warn_of_trained_pairs(cast(Dataset, train_dataset), dict(datasets[1:]))
         self._base_model_source, self._question = name, common_question(cast(Dataset, train_dataset))
         if args.push_to_hub:
             self._prepare_hub(args)
