@@ -365,11 +365,74 @@ class TestStoredImages:
         assert len(shorten("x" * 1000)) == 100 and shorten("x" * 1000).startswith("'xxx")
 
     def test_the_directory_of_images_is_guessed(self, tmp_path):
-        write_image(tmp_path / "images" / "a.png", 3)
+        """`images/` is where Flow-Factory keeps them; another one is named in the error."""
         path = write(tmp_path / "train.jsonl", json.dumps({"prompt": "Add a hat.", "image": "a.png"}))
+        write_image(tmp_path / "pictures" / "a.png", 3)
         with pytest.raises(ValueError, match="--image_folder"):
             load_edit_prompts(path)
-        assert len(load_edit_prompts(path, image_folder=tmp_path / "images")) == 1
+        assert load_edit_prompts(path, image_folder=tmp_path / "pictures")[0]["image"].tobytes() == noise(3).tobytes()
+        write_image(tmp_path / "images" / "a.png", 4)
+        for name in (path, tmp_path):
+            assert load_edit_prompts(name)[0]["image"].tobytes() == noise(4).tobytes()
+        write_image(tmp_path / "a.png", 5)  # beside the file, and so first
+        assert load_edit_prompts(path)[0]["image"].tobytes() == noise(5).tobytes()
+
+
+class TestCaptionFolders:
+    """Images with a text beside each, as ai-toolkit, kohya's scripts and musubi-tuner read them."""
+
+    def make(self, folder, names, text="A {}."):
+        for number, name in enumerate(names):
+            write_image(folder / f"{name}.png", number)
+            write(folder / f"{name}.txt", text.format(name) + "\n")
+
+    @pytest.mark.parametrize("inside", ["", "10_fox"])
+    def test_texts_are_prompts_and_images_targets(self, tmp_path, inside):
+        self.make(tmp_path / inside, ["b", "a"])
+        rows = load_image_set_prompts(tmp_path)
+        assert (rows["prompt"][:], rows["rows"][:]) == (["A a.", "A b."], [1, 1])
+        assert [image.tobytes() for image in rows["target"]] == [noise(1).tobytes(), noise(0).tobytes()]
+        assert load_image_set_prompts(tmp_path, "train[1:]")["prompt"][:] == ["A b."]
+        with pytest.raises(ValueError, match="need `prompt` and either `image` or `images`"):
+            load_edit_prompts(tmp_path)
+
+    def test_edits(self, tmp_path):
+        self.make(tmp_path / "target", ["001", "002"], "Make {} red.")
+        for number, name in enumerate(("input1/001.jpg", "input2/001.png", "input1/002.png", "input1/003.png")):
+            write_image(tmp_path / name, 10 + number)
+        rows = load_edit_prompts(tmp_path)
+        assert (
+            rows["prompt"][:] == ["Make 001 red.", "Make 002 red."]
+            and rows[0]["target"].tobytes() == noise(0).tobytes()
+        )
+        assert [len(images) for images in rows["images"]] == [2, 1]
+        assert (
+            rows[0]["images"][1].tobytes() == noise(11).tobytes()
+            and rows[1]["images"][0].tobytes() == noise(12).tobytes()
+        )
+        with pytest.raises(ValueError, match="add `--edits`"):
+            load_image_set_prompts(tmp_path)
+        (tmp_path / "input1" / "002.png").unlink()
+        with pytest.raises(ValueError, match="no source of the same name in input1, input2: target/002.png"):
+            load_edit_prompts(tmp_path)
+
+    def test_an_image_without_a_text(self, tmp_path):
+        self.make(tmp_path, ["a", "b"])
+        (tmp_path / "b.txt").unlink()
+        with pytest.raises(ValueError, match=r"1 of the 2 images of .* have no text beside them: b\.png"):
+            load_image_set_prompts(tmp_path)
+        write(tmp_path / "b.txt", " \n")
+        with pytest.raises(ValueError, match=r"texts without a prompt: b\.txt"):
+            load_image_set_prompts(tmp_path)
+
+    def test_a_data_file_comes_first(self, tmp_path):
+        self.make(tmp_path / "images", ["a"])
+        write(tmp_path / "train.jsonl", json.dumps({"prompt": "Of the file."}))
+        assert load_image_set_prompts(tmp_path)["prompt"][:] == ["Of the file."]
+
+    def test_texts_without_images_are_prompts_line_by_line(self, tmp_path):
+        write(tmp_path / "train.txt", "A fox.\nA cat.\n")
+        assert load_image_set_prompts(tmp_path)["prompt"][:] == ["A fox.", "A cat."]
 
 
 TURNS_OF = {

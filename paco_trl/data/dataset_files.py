@@ -27,6 +27,7 @@ from ..utils.images import refuse_address
 from ..utils.names import LINES, PARQUET, TABLES, TEXT_DATA, check_dataset_name, data_ending, is_local
 from ..utils.stage_folder import is_saved
 from ..utils.text import is_text, read_text, shorten, some_of
+from .caption_folders import read_caption_folder
 from .columns import criteria_list
 
 
@@ -76,7 +77,8 @@ def load_split(
         # of the output, or all of it
         stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]
         folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
-    splits = _read_splits(str(folder if folders else path), split, config)
+    captioned = read_caption_folder(folder) if folder.is_dir() and config is None and not is_saved(folder) else None
+    splits = {"train": captioned} if captioned else _read_splits(str(folder if folders else path), split, config)
     dataset = with_image_types(_select_split(splits, split, path), images, str(path))
     paths = unembedded_paths(dataset)
     if image_folder is not None:
@@ -320,12 +322,15 @@ def _with_image_files(dataset: Dataset, paths: dict[str, list[str]], folders: li
     """Check the image paths of rows and replace them with absolute ones. No image is opened."""
     for column, names in paths.items():
         try:
-            files = {name: str(image_file(name, folders)) for name in names}
-            _check_image_folder(names, folders)
+            files = {name: image_file(name, folders) for name in names}
+            if names and folders and not files[names[0]].exists():
+                images = _find_image_folder(names[0], folders[0])
+                files = {name: image_file(name, [images, *folders]) for name in names}
         except ValueError as error:
             raise ValueError(f"An image of the column `{column}`: {error}") from error
-        if any(name != file for name, file in files.items()):
-            rename = partial(_rename_images, column=column, files=files)
+        if any(name != str(file) for name, file in files.items()):
+            paths_by_name = {name: str(file) for name, file in files.items()}
+            rename = partial(_rename_images, column=column, files=paths_by_name)
             # As Arrow tables, which do not decode; in memory, since a cache file would be in the dataset's directory
             images = dataset.select_columns(column)
             renamed = images.with_format("arrow").map(
@@ -343,15 +348,17 @@ def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
     return column.select_columns(dataset.column_names)
 
 
-def _check_image_folder(names: list[str], folders: list[Path]) -> None:
-    """Suggest `image_folder` if the images are in a subdirectory of the searched one."""
-    if names and folders and not (folders[0] / names[0]).exists():
-        for folder in filter(Path.is_dir, folders[0].iterdir()):
-            if (folder / names[0]).is_file():
-                raise ValueError(
-                    f"{names[0]!r} is not in {folders[0]}, but in its directory '{folder.name}'. Pass `--image_folder "
-                    f"'{folder}'`, or write '{folder.name}/{names[0]}'."
-                )
+def _find_image_folder(name: str, folder: Path) -> Path:
+    """Find the directory of images that are not in `folder`: `images`, as Flow-Factory's data have it, or say which."""
+    if (folder / "images" / name).is_file():
+        return folder / "images"
+    for inner in filter(Path.is_dir, folder.iterdir()):
+        if (inner / name).is_file():
+            raise ValueError(
+                f"{name!r} is not in {folder}, but in its directory '{inner.name}'. Pass `--image_folder '{inner}'`, or "
+                f"write '{inner.name}/{name}'."
+            )
+    return folder
 
 
 def _rename_images(batch: pa.Table, column: str, files: dict[str, str]) -> pa.Table:
