@@ -22,6 +22,7 @@ import yaml
 from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_message_enough, is_raised_here
 from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
 from ..utils.text import read_text
+from . import flow_factory
 
 
 # Command -> its module (with the function if it is not `main(argv) -> int`), and its summary. Modules are only
@@ -164,6 +165,8 @@ def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | N
         raise OptionError(f"`--config` is {name!r}, which is not YAML: {where}") from error
     if not isinstance(config, dict):
         raise OptionError(f"`--config` is {name!r}, but must contain options, such as `max_steps: 100`.")
+    if flow_factory.is_flow_factory(config):
+        raise OptionError(flow_factory.describe(config, name))
     is_recipe = path.resolve().parent == Path(__file__).resolve().parents[1] / "recipes"
     return config, remaining, path.stem if is_recipe else None
 
