@@ -86,7 +86,8 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
     """
     Makes a trainer of the tiny pipeline, float32, on 32 x 32 pixels: 4 prompts x 4 images a round, in micro-batches
     of 4. Keyword arguments are `trainer_class`, those of `PaCoGRPOConfig`, and `reward_funcs`, `train_dataset`, `eval_dataset`,
-    `model`, `peft_config`, `callbacks`, `family` of the trainer.
+    `model`, `peft_config`, `callbacks`, `family`, `optimizer_cls_and_kwargs`, `quantization_config` of the
+    trainer.
     """
     from paco_trl import PaCoGRPOTrainer
     from paco_trl.rewards import redness_reward
@@ -99,7 +100,8 @@ def make_trainer(tiny_flux, prompts, tmp_path) -> Callable:
             "train_dataset": prompts,
             "peft_config": LORA,
         }
-        for name in (*trainer_arguments, "eval_dataset", "eval_reward_funcs", "callbacks", "family"):
+        others = ("eval_dataset", "eval_reward_funcs", "callbacks", "family", "optimizer_cls_and_kwargs")
+        for name in (*trainer_arguments, *others, "quantization_config"):
             if name in kwargs:
                 trainer_arguments[name] = kwargs.pop(name)
         settings = {"output_dir": str(tmp_path / "out"), **SMALL_RUN, **kwargs}

@@ -723,6 +723,17 @@ class Incomplete(FluxFamily):
     call_at = Family.call_at
 
 
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_the_class_of_the_optimizer(make_small, momentum):
+    """As Trainer takes it: without it, AdamW."""
+    given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5, "momentum": momentum})} if momentum else {}
+    trainer = make_small(max_steps=1, **given)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.SGD if momentum else torch.optim.AdamW)
+    assert optimizer.defaults.get("momentum") == momentum
+
+
 class TestBadInput:
     """Errors come before the model is loaded where that is possible: the model named here does not exist."""
 

@@ -17,7 +17,16 @@ from PIL import Image
 from torch import nn
 from transformers import TrainerState
 
-from paco_trl.rewards import ClipTReward, DuplicateReward, PickScoreReward, redness_reward
+import paco_trl.rewards
+from paco_trl.commands import script_arguments
+from paco_trl.rewards import (
+    ClipTReward,
+    DuplicateReward,
+    LayoutReward,
+    PickScoreReward,
+    named_rewards,
+    redness_reward,
+)
 from paco_trl.rewards.checks import check_columns
 from paco_trl.rewards.scoring import RewardScorer
 from paco_trl.rewards.weighting import RewardError, Rewards
@@ -123,11 +132,22 @@ def test_the_traceback_of_a_reward_is_its_own(make_trainer):
 
 
 class TestFunctions:
-    def test_names_are_for_the_command_line(self):
-        with pytest.raises(TypeError, match="'consistency'. Only `--rewards`"):
-            Rewards("consistency")
+    def test_names_are_those_of_the_command_line(self):
+        rewards = Rewards(["layout", redness_reward, "no_duplicates"])
+        assert [type(function).__name__ for function in rewards.functions] == [
+            "LayoutReward", "function", "DuplicateReward",
+        ]  # fmt: skip
+        assert rewards.names == [*Rewards([LayoutReward(), redness_reward, DuplicateReward()]).names]
+        assert Rewards("redness").functions == [redness_reward]
+        with pytest.raises(ValueError, match="no reward 'clip-reward', only consistency, edit, .* or pass a callable"):
+            Rewards("clip-reward")
 
-    @pytest.mark.parametrize("wrong", ["clip-reward", nn.Linear(2, 1), dict], ids=["an id", "a module", "a class"])
+    def test_each_name_of_the_command_line_is_a_reward(self):
+        assert {*script_arguments._REWARDS} == named_rewards._CLASSES.keys() | named_rewards._FUNCTIONS.keys()
+        classes = {name: getattr(paco_trl.rewards, kind) for name, kind in named_rewards._CLASSES.items()}
+        assert classes["clip_t"] is ClipTReward and all(map(callable, classes.values()))
+
+    @pytest.mark.parametrize("wrong", [nn.Linear(2, 1), dict], ids=["a module", "a class"])
     def test_other_callables_are_refused(self, wrong):
         with pytest.raises(TypeError, match="A reward must be a callable"):
             Rewards([redness_reward, wrong])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contact sheets of training: each round and evaluation has one, also at the trackers and on the card."""
 
+import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -60,6 +62,29 @@ def test_trackers_get_each_sheet_with_its_step(make, monkeypatch, prompts):
     trainer.train()
     sheets = [each for each in sent[2:] if each != "log"]
     assert sheets == [("contact_sheet", 0), ("contact_sheet", 1), "the end"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio", "mlflow"])
+def test_tables_of_completions_as_trl_sends_them(make, monkeypatch, package):
+    """W&B and Trackio get one for each round; here of packages that only keep what they get."""
+    sent = []
+    table = lambda dataframe: dataframe  # noqa: E731
+    log = lambda values: sent.append(values)  # noqa: E731
+    tracker = SimpleNamespace(run=object(), Table=table, Image=lambda image: None, log=log, active_run=lambda: None)
+    monkeypatch.setitem(sys.modules, package, tracker)
+    name = {"wandb": "WandbCallback", "trackio": "TrackioCallback", "mlflow": "MLflowCallback"}[package]
+    trainer = make(max_steps=2, callbacks=[type(name, (TrainerCallback,), {})()])
+    trainer.train()
+    tables = [(values["completions"], values["train/global_step"]) for values in sent if "completions" in values]
+    assert [step for _, step in tables] == ([] if package == "mlflow" else [0, 1])
+    for number, (found, _) in enumerate(tables):
+        generations, rows = trainer.num_generations, trainer.schedule.row_numbers(number)
+        assert [*found] == ["prompt", "redness_reward", "advantage"] and len(found) == 2 * generations
+        prompts = [trainer.train_rows.prompts[row] for row in rows for _ in range(generations)]
+        assert found["prompt"].tolist() == prompts and found["advantage"].nunique() > 1
+        assert found["redness_reward"].mean() == pytest.approx(
+            trainer.state.log_history[number]["rewards/redness_reward/mean"], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("package", ["mlflow", "comet_ml", "swanlab"])

@@ -153,6 +153,13 @@ class ScoredImages:
             scores["advantage"] = round(self.advantages[image_number].item(), 6)
         return scores
 
+    def table(self, prompts: list[str]) -> dict[str, list]:
+        """Return the prompt and the scores of all images by column, with what rewards have logged."""
+        numbers = range(len(self.rewards))
+        scores = [self.scores(number) for number in numbers]
+        columns = {name: [row[name] for row in scores] for name in scores[0]}
+        return {"prompt": [prompts[number // self.num_generations] for number in numbers], **columns, **self.extra}
+
     def cells(self, prompt: int, count: int, label: str = "") -> list[Cell]:
         """Return the first images of a prompt, each with its scores below it."""
         cells: list[Cell] = []

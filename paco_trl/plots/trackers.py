@@ -1,10 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send images to the trackers that a run reports to."""
+"""Send images and tables to the trackers that a run reports to."""
+
+from importlib import import_module
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
+
+
+_WITH_TABLES = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
+
+
+def send_table_to_trackers(
+    columns: dict[str, list[Any]], name: str, step: int, callbacks: list[TrainerCallback]
+) -> None:
+    """Send a table to those trackers, among a trainer's callbacks, that TRL's trainers send their completions to."""
+    for callback in callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if package := next((package for kind, package in _WITH_TABLES.items() if kind in kinds), None):
+            tracker = import_module(package)
+            if package != "wandb" or tracker.run is not None:
+                table = tracker.Table(dataframe=pd.DataFrame(columns))
+                tracker.log({name: table, "train/global_step": step})
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:

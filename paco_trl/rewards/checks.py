@@ -66,11 +66,6 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
     if not reward_funcs:
         raise ValueError("`reward_funcs` is empty. Pass at least one reward.")
     for function in reward_funcs:
-        if isinstance(function, str):
-            raise TypeError(
-                f"A reward must be a callable, got {function!r}. Only `--rewards` on the command line takes names: "
-                "pass an object, for example `paco_trl.rewards.ConsistencyReward(...)`."
-            )
         if not callable(function) or isinstance(function, nn.Module | type):
             raise TypeError(
                 "A reward must be a callable `(prompts, completions, **columns) -> list[float | None]`, got "

@@ -8,7 +8,7 @@ excluded, and an exception stops the run with the reward's name.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
 from .checks import RewardFunction, check_reward_functions, is_async_reward, parameters_of
 from .errors import RewardError, wrap_reward_error
+from .named_rewards import make_named_reward
 
 
 logger = get_logger(__name__)
@@ -33,8 +34,8 @@ class Rewards:
     Reward functions with their weights.
 
     Args:
-        reward_funcs (`Callable` or `list[Callable]`):
-            Rewards.
+        reward_funcs (`Callable`, `str` or a list of them):
+            Rewards, or their names.
         weights (`list[float]`, *optional*):
             Weight of each reward in the sum. If `None`, all are 1.
         required (`list[bool]`, *optional*):
@@ -45,13 +46,16 @@ class Rewards:
 
     def __init__(
         self,
-        reward_funcs: Callable | list[Callable],
+        reward_funcs: Callable | str | Sequence[Callable | str],
         weights: list[float] | None = None,
         required: list | None = None,
         method: str = "sum_then_normalize",
         threshold: float | str = "mean",
     ):
-        self.functions: list[RewardFunction] = [*reward_funcs] if isinstance(reward_funcs, list) else [reward_funcs]
+        given: list[Any] = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        self.functions: list[RewardFunction] = [
+            make_named_reward(function) if isinstance(function, str) else function for function in given
+        ]
         self.names = check_reward_functions(self.functions)
         weights = check_reward_weights(weights, self.names, method)
         self.weights = torch.tensor(weights, dtype=torch.float32)

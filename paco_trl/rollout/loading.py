@@ -154,6 +154,23 @@ def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
     return "; ".join(f"{how} ({', '.join(names)})" for how, names in named.items()) or None
 
 
+def with_quantization(
+    model_init_kwargs: dict[str, Any] | None, config: Any, model: "str | DiffusionPipeline"
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` with a quantization: of the pipeline, or of its transformer alone."""
+    if not isinstance(model, str):
+        raise ValueError(
+            "`quantization_config` is for a model that is loaded by its name. Quantize the pipeline when you load it, and "
+            "leave it out."
+        )
+    kwargs = model_init_kwargs or {}
+    if "quantization_config" in kwargs:
+        raise ValueError("`quantization_config` is also in `model_init_kwargs`. Pass it once.")
+    if not isinstance(config, PipelineQuantizationConfig):
+        config = PipelineQuantizationConfig(quant_mapping={"transformer": config})
+    return {**kwargs, "quantization_config": config}
+
+
 def quantization_text(config: PipelineQuantizationConfig) -> str:
     """Return the settings of a quantization as text."""
     return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading

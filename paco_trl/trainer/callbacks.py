@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ..checkpointing.checkpoints import EMA_WEIGHTS
 from ..checkpointing.weights import EMA
 from ..plots.contact_sheet import MAX_PROMPTS, ScoredImages, save_scored_sheet
-from ..plots.trackers import send_to_trackers
+from ..plots.trackers import send_table_to_trackers, send_to_trackers
 from ..rewards.image_statistics import image_metrics, measure_images
 from ..rewards.scoring import Scores
 from ..rollout.prompt_rows import PromptRows
@@ -55,7 +55,10 @@ class ImageStatisticsCallback(TrainerCallback):
 
 
 class ContactSheetsCallback(TrainerCallback):
-    """Save images and scores of the first prompts of each round and evaluation, and send sheets to the trackers."""
+    """
+    Save images and scores of the first prompts of each round and evaluation, and send the sheets to the trackers, with
+    a table of all completions of a round.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,9 @@ class ContactSheetsCallback(TrainerCallback):
         )  # fmt: skip
         title = f"Round {round.index}, step {state.global_step}"
         self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_numbers, scored)
+        if self.accelerator.is_main_process:
+            table = scored.table([round.rows.prompts[row_number] for row_number in round.row_numbers])
+            send_table_to_trackers(table, "completions", state.global_step, self.trackers)
 
     def on_evaluation_end(
         self, args, state, control, rows: PromptRows, after: Evaluation, before: Evaluation | None, name: str, **kwargs

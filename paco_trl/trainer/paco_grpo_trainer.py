@@ -54,8 +54,8 @@ class PaCoGRPOTrainer(RoundTrainer):
             the compute dtype with `args.model_init_kwargs` (only safetensors files are read), or a loaded pipeline,
             which is frozen and cast to the compute dtype. Its weights must be those of the model that it is named
             after, which the adapter names as its base.
-        reward_funcs (`Callable` or `list[Callable]`):
-            Rewards: callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
+        reward_funcs (`Callable`, `str` or a list of them):
+            Rewards: names of the package's, such as `"clip_t"`, or callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
             are PIL images, of a set of separate images one that shows them side by side; the columns are those of the
             dataset and `panel_images`, each image cut into its panels.
             An image with `None` is left out of its group's statistics and of the loss. Rewards are computed in
@@ -75,13 +75,18 @@ class PaCoGRPOTrainer(RoundTrainer):
             Both may have a `negative_prompt`, for models with true guidance.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
-        eval_reward_funcs (`Callable` or `list[Callable]`, *optional*):
+        eval_reward_funcs (`Callable`, `str` or a list of them, *optional*):
             Rewards of `evaluate()`, such as a second judge; `eval_reward` is their plain sum. If `None`, the training
             rewards with their weights.
         callbacks (`list[~transformers.TrainerCallback]`, *optional*):
             Callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
+        optimizer_cls_and_kwargs (`tuple`, *optional*):
+            Class of the optimizer and its arguments, as in [`~transformers.Trainer`].
+        quantization_config ([`~diffusers.PipelineQuantizationConfig`], *optional*):
+            Quantization of a model that is loaded by its name; that of a single model, such as
+            [`~diffusers.BitsAndBytesConfig`], is of the transformer alone.
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
             Adapter to train, with the family's `target_modules` when they are omitted, or the directory, file or Hub
             id (also `"user/name/file.safetensors"`) of one to continue training: a LoRA in PEFT's format, or one that

@@ -103,8 +103,8 @@ class PaCoNFTTrainer(RoundTrainer):
     Args:
         args ([`PaCoNFTConfig`], *optional*):
             Settings. If `None`, the defaults, with an output directory named after the model.
-        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers, peft_config,
-        family:
+        model, reward_funcs, train_dataset, eval_dataset, eval_reward_funcs, callbacks, optimizers,
+        optimizer_cls_and_kwargs, quantization_config, peft_config, family:
             As in [`PaCoGRPOTrainer`].
 
     Raises:

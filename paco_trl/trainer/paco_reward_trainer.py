@@ -226,6 +226,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             Callbacks.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
             Optimizer and scheduler, as in [`~transformers.Trainer`].
+        optimizer_cls_and_kwargs (`tuple`, *optional*):
+            Class of the optimizer and its arguments, as in [`~transformers.Trainer`].
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Quantization of a model that is loaded by name, for QLoRA. The adapter stays in float32.
         peft_config ([`~peft.LoraConfig`], *optional*):
@@ -251,6 +253,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         processing_class: ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: LoraConfig | None = None,
     ):
@@ -326,6 +329,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ from ..rollout.loading import (
     load_pipeline,
     load_without_weights,
     pipeline_quantization,
+    with_quantization,
 )
 from ..rollout.policy import Policy, Recording
 from ..rollout.policy_building import check_trained, make_policy
@@ -135,13 +136,15 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def __init__(
         self,
         model: str | DiffusionPipeline,
-        reward_funcs: Callable | list[Callable],
+        reward_funcs: Callable | str | Sequence[Callable | str],
         args: PaCoGRPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        eval_reward_funcs: Callable | list[Callable] | None = None,
+        eval_reward_funcs: Callable | str | Sequence[Callable | str] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        quantization_config: Any = None,
         peft_config: LoraConfig | SavedAdapter | str | None = None,
         family: Family | None = None,
     ):
@@ -149,7 +152,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(model, str | DiffusionPipeline):
             raise TypeError(
-                f"`model` is a {type(model).__name__}; it must be a Hub id, a directory, or a `DiffusionPipeline`."
+                f"`model` is a {type(model).__name__}; it must be a Hub id, a directory, or a `DiffusionPipeline`. An "
+                "adapter is passed as `peft_config`."
             )
         if args is None:
             # A pipeline that was built in memory has no name
@@ -158,6 +162,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
+        if quantization_config is not None:
+            args.model_init_kwargs = with_quantization(args.model_init_kwargs, quantization_config, model)
         adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, args.reward_required, args.multi_objective_aggregation,
@@ -206,6 +212,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         _BaseTrainer.__init__(
             self, model=pipeline_policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         args.enable_jit_checkpoint = enable_jit_checkpoint
         if self.ref_model is not None and is_deepspeed:
