@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`paco-trl doctor` on the tiny FLUX: a healthy run has only "ok", and each planted fault is found in its row."""
 
+import io
 import json
 import os
 import re
@@ -545,8 +546,11 @@ class TestMemory:
         (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
         words = ["--model_name_or_path", str(tiny_qwen), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
         words += ["--dataset_name", str(tmp_path / "pairs.jsonl"), "--device_memory", "24GiB", "--bf16", "False"]
-        rows = {row.check: row for row in doctor.examine("reward", words, Console(quiet=True))}
+        console = Console(width=80, file=io.StringIO())
+        rows = {row.check: row for row in doctor.examine("reward", words, console)}
         assert rows["pairs"].verdict == verdict and rows["memory"].verdict == "ok"
+        shown = console.file.getvalue()
+        assert 0 < shown.index("on the device  ") < shown.index("memory: ok")  # the end stays on the screen
         assert ("1 pair(s)" if verdict == "ok" else "ompletion") in rows["pairs"].finding
         if verdict == "ok":
             words += ["--dataset_split", "train", "--eval_split", "train"]

@@ -599,7 +599,7 @@ def examine(command: str, argv: list[str], console: Console) -> list[Row]:
                 row.check = row.check or name
                 advice = f"\n[bold]->[/] {escape(row.advice)}" if row.advice else ""
                 text = f"{escape(row.check)}: [{_COLORS[row.verdict]}]{row.verdict}[/]\n{escape(row.finding)}{advice}"
-                content = text if row.table is None else Group(text, row.table)
+                content = text if row.table is None else Group(row.table, text)  # the verdict is seen last
                 console.print(Padding(content, (0, 0, 0, 6)), highlight=False)
                 rows.append(row)
         if state.trainer is not None:
