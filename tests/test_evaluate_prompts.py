@@ -98,6 +98,16 @@ class TestSingles:
         assert "redness_reward" in markdown
 
 
+def test_it_says_first_what_it_generates(files, tiny_flux, tmp_path, capsys):
+    words = ["--dataset_name", files / "single.txt", "--num_generations", 2]
+    evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+    said = capsys.readouterr().err
+    assert said.index("6 image(s) of 32 x 32, 2 steps\n") < said.index("Generating images of")
+    (tmp_path / "out" / "base" / "images" / "1" / "0.png").unlink()
+    evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
+    assert "1 image(s) of 32 x 32, 2 steps\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_failures_of_rewards_are_left_out_and_counted(files, adapters, tiny_flux, tmp_path, monkeypatch):
     """An own, asynchronous reward gives nothing for one prompt; another run asks only about those again."""

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ from ..utils.option_checks import check_panel_options
 from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
+from .main import say
 from .options import find_unused
 from .script_arguments import (
     PromptDataArguments,
@@ -207,12 +209,23 @@ def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
     return settings | {"model": base.model, "num_generations": args.num_generations, "seed": args.seed}
 
 
+def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps: int) -> str:
+    """Describe what the missing images take, by size: `12 image(s) of 1024 x 1024, 20 steps`."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for (row, _), path in files.items():
+        counts[rows.inference_sizes[row]] += 0 if path.exists() else rows.lengths[row]
+    sizes = [f"{count} image(s) of {height} x {width}" for (height, width), count in counts.most_common() if count]
+    return f"{', '.join(sizes)}, {num_steps} steps"
+
+
 def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
     """Generate the missing images of a system like `evaluate()` of training, from the same noise."""
     dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
     pipeline = spec.load("cpu")
     family, model = family_of(pipeline), pipeline.transformer
     rows.measure(pipeline, family)
+    if accelerator.is_main_process:
+        say("evaluate", _describe_work(rows, files, settings["num_inference_steps"]))
     keep_dtype_of_norms(model)
     # Frozen weights make room for the text encoders
     pipeline_policy = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
