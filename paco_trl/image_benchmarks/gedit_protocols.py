@@ -20,6 +20,7 @@ from ..utils.chat import ChatRequest
 from ..utils.files import read_template
 from ..utils.images import data_url
 from ..utils.text import read_text
+from ..utils.written_scores import read_scores, score_of, valid_scores
 
 
 # Placeholder of the instruction
@@ -27,6 +28,7 @@ PLACEHOLDER = "<instruction>"
 SEMANTIC, QUALITY = (read_template(f"gedit_{name}.txt").rstrip() for name in ("semantic", "quality"))
 # As in the script: one attempt, and another if the answer is unreadable
 PUBLISHED_ATTEMPTS = 2
+_BEST = 10  # score
 # Pixels of images for the judge, as in the benchmark's script
 _AREA = 512 * 512
 # Of attempts after the first, since at temperature 0 an unreadable answer would repeat
@@ -96,27 +98,9 @@ def _image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def read_answer(text: str) -> tuple[float, float] | None:
+def read_answer(text: str) -> tuple[float, ...] | None:
     """Read the two numbers of an answer, which must be one JSON object."""
-    answer = text[text.find("{") : text.rfind("}") + 1]
-    # Not strict, since strings may have line breaks
-    scores = _valid_scores(_score_of(answer, strict=False, object_pairs_hook=_without_repeats))
-    return None if scores is None or len(scores) != 2 else (float(scores[0]), float(scores[1]))
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return values
-
-
-def _valid_scores(scores: Any) -> list[float] | None:
-    """Return a list of numbers from 0 to 10, or `None` for anything else."""
-    # By type, since a `bool` is an `int`; NaN fails the comparison
-    if not isinstance(scores, list) or not scores:
-        return None
-    return scores if all(type(score) in (int, float) and 0 <= score <= 10 for score in scores) else None
+    return read_scores(text, 2, _BEST)
 
 
 def read_published_prompts(gedit_repo: str | Path) -> dict[str, str]:
@@ -150,25 +134,19 @@ def read_published_answer(text: str, is_retry: bool) -> list[float] | None:
         # The script draws a random score after a second unreadable answer
         return None if is_retry else _bare_scores(text)
     text = text.strip().replace("\n", "")
-    score = _score_of(text)
+    score = score_of(text)
     if score is None:
-        return _valid_scores(_score_of(_with_quotes(text)))
-    return _valid_scores(score if isinstance(score, list) else [score])
+        return valid_scores(score_of(_with_quotes(text)), _BEST)
+    return valid_scores(score if isinstance(score, list) else [score], _BEST)
 
 
 def _bare_scores(text: str) -> list[float] | None:
     """Read the scores of an answer that is a number, or has a list of two."""
     list_text = text[text.find("[") : text.rfind("]") + 1]
     try:
-        return _valid_scores(json.loads(list_text) if re.fullmatch(r"\[\d+, ?\d+\]", list_text) else [int(text)])
+        scores = json.loads(list_text) if re.fullmatch(r"\[\d+, ?\d+\]", list_text) else [int(text)]
+        return valid_scores(scores, _BEST)
     except ValueError:
-        return None
-
-
-def _score_of(text: str, **options: Any) -> Any:
-    try:
-        return json.loads(text, **options)["score"]
-    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
