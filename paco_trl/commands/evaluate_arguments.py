@@ -25,18 +25,21 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
-from ..utils.errors import OptionError
+from ..utils.errors import OptionError, errors_of
 from ..utils.option_checks import DTYPES, PANEL_GENERATIONS, PROTOCOLS, QUANTIZATIONS, SET_LAYOUTS
 from .build_arguments import PIPELINE_QUANTIZATION, PipelineArguments, RequestArguments
 from .options import find_unused, option
 from .script_arguments import (
+    JUDGE_ANSWERS,
     JUDGE_ATTENTION,
     JUDGE_QUANTIZATION,
+    WORDS,
     PromptDataArguments,
     RewardOptions,
     check_names,
     find_unused_reward_options,
     judge_options,
+    read_words_prompt,
 )
 from .stages import run_stage
 
@@ -346,16 +349,26 @@ class JudgeArguments(JudgeOptions):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol. With `vc_reward` the prompt, a YAML file of GEditBench v2, that shows a served judge "
-        "both edits; if `None`, each edit is scored on its own.",
+        "published protocol. With pairs of edits `words:editscore` and the like, as in `--rewards`, for a served judge "
+        "that answers in words; with `vc_reward` also the prompt, a YAML file of GEditBench v2, that shows it both "
+        "edits; if `None`, each edit is scored on its own by P(Yes).",
     )
+    judge_answers: int = option(1, JUDGE_ANSWERS)
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP model of the judge `clip-i`.")
 
     def errors(self) -> Iterator[OptionError]:
         """Yield errors of contradictory options."""
-        unused = ["template"] * (self.benchmark in ("edit_reward", "editreward_compass"))
-        unused += ["protocol"] * (self.benchmark in ("vc_reward", "editreward_compass"))
+        in_words = self.template is not None and self.template.startswith(WORDS)
+        if in_words and self.benchmark == "rankings":
+            message = f"`--template {self.template}` is for benchmarks of edits, such as `--benchmark edit_reward`."
+            yield OptionError(message, "template", "benchmark")
+        elif in_words:
+            yield from errors_of(read_words_prompt, self.template, self.judge_url, options=("template",))
+        else:
+            yield from find_unused(self, ("judge_answers",), "without `--template words:...`", "template")
+        unused = ["template"] * (not in_words and self.benchmark in ("edit_reward", "editreward_compass"))
+        unused += ["protocol"] * (in_words or self.benchmark in ("vc_reward", "editreward_compass"))
         yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_model == "clip-i":
             of_judge = (*OF_JUDGES, "trust_remote_code")

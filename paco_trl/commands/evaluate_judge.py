@@ -29,17 +29,23 @@ from ..evaluation import (
     save_report,
 )
 from ..evaluation.edit_reward import LAYOUTS
+from ..rewards import WordsJudge
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, refuse
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
 from .evaluate_arguments import BENCHMARKS, JudgeArguments, load_judge
 from .options import find_unused
-from .script_arguments import judge_options
+from .script_arguments import WORDS, judge_options
 
 
 def load_scorer(script_args: JudgeArguments):
     """Load the judge or the baseline."""
+    if script_args.template is not None and script_args.template.startswith(WORDS):
+        served: Any = load_judge(script_args, script_args.judge_model, script_args.judge_url)
+        words_judge = WordsJudge(served, script_args.template.removeprefix(WORDS), script_args.judge_answers)
+        words_judge.prompt.check(served)
+        return words_judge
     if script_args.benchmark == "vc_reward" and script_args.template is not None:
         if script_args.judge_url is None:
             message = f"`--template {script_args.template}` requires a judge on a server. Set `--judge_url`."

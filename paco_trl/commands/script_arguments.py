@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from .. import PaCoGRPOConfig
+    from ..rewards.words import WordsPrompt
     from ..rollout.adapters import SavedAdapter
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 # Help of options of several commands
 JUDGE_QUANTIZATION = "Quantization of a judge in the process: `nf4`, `int8` or `fp8`."
 JUDGE_ATTENTION = "Attention of a judge in the process, such as `flash_attention_2`. If `None`, transformers' default."
+
+JUDGE_ANSWERS = "Answers to each question of `words:`; more than one are sampled, and their scores averaged."
 
 
 @dataclass
@@ -65,8 +68,9 @@ class RewardOptions:
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, "
         "`pick_score`, `no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, "
-        "`rubric:unchanged` (edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; `redness` and "
-        "`panel_similarity` are for trying things out. Your own: "
+        "`rubric:unchanged` (edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; by a served one that answers "
+        "in words: `words:editscore`, `words:editscore_qwen3` (edits), `words:viescore`, `words:my_prompt.yaml`; "
+        "`redness` and `panel_similarity` are for trying things out. Your own: "
         "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments. "
         "For training each may have a weight: `consistency=0.2 clip_t=1`, in a file `{consistency: 0.2, clip_t: 1}`.",
         "--reward_funcs",
@@ -83,6 +87,7 @@ class RewardOptions:
         "that it was trained on if that is in its `paco_trl.json`, else `theme`.",
     )
     judge_max_pairs: int | None = option(None, "Maximum number of pairs per set for the judge. If `None`, all.")
+    judge_answers: int = option(1, JUDGE_ANSWERS)
     clip_model: str = option("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "CLIP of the rewards `clip_t` and `clip_i`.")
 
 
@@ -129,7 +134,7 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
     return options
 
 
-_RUBRIC = "rubric:"
+_RUBRIC, WORDS = "rubric:", "words:"
 _WITHOUT_MODEL = ("no_duplicates", "layout", "redness", "panel_similarity")
 _WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward"}
 # Lazy: the classes import their models' packages
@@ -157,7 +162,7 @@ _REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
 
 
 def _with_judge(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name in _WITH_JUDGE or name.startswith(_RUBRIC)]
+    return [name for name in names if name in _WITH_JUDGE or name.startswith((_RUBRIC, WORDS))]
 
 
 def check_options(script_args: ScriptArguments, training_args: Any, *configs: Any) -> Iterator[OptionError]:
@@ -242,6 +247,7 @@ def find_unused_reward_options(args: RewardOptions) -> Iterator[OptionError]:
     names = [*args.rewards, *(getattr(args, "eval_rewards", None) or ())]
     unused = ["clip_model"] * (not {"clip_t", "clip_i"} & {*names})
     unused += ["judge_question", "judge_max_pairs"] * ("consistency" not in names)
+    unused += ["judge_answers"] * (not any(name.startswith(WORDS) for name in names))
     if not _with_judge(names):
         unused += ["judge_model", "judge_url", "judge_quantization", "judge_attn_implementation"]
     yield from find_unused(args, unused, f"with the rewards {', '.join(names)}", "rewards")
@@ -325,10 +331,13 @@ def check_reward_names(script_args: RewardOptions) -> None:
             from ..rewards.judge_rewards import read_rubric
 
             read_rubric(name.removeprefix(_RUBRIC))
+        elif name.startswith(WORDS):
+            read_words_prompt(name, script_args.judge_url or getattr(script_args, "eval_judge_url", None))
         elif name not in _REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
-            texts = (Path(__file__).parents[1] / "templates").glob("rubric_*.txt")
-            rubrics = [path.stem.replace("_", ":") for path in sorted(texts)]
+            templates = Path(__file__).parents[1] / "templates"
+            texts = [*sorted(templates.glob("rubric_*.txt")), *sorted(templates.glob("words_*.yaml"))]
+            rubrics = [path.stem.replace("_", ":") for path in texts]
             near = "".join(f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
             raise OptionError(
                 f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
@@ -338,6 +347,17 @@ def check_reward_names(script_args: RewardOptions) -> None:
         if script_args.rewards.count(name) > 1:
             message = f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight."
             raise OptionError(message, "rewards")
+
+
+def read_words_prompt(name: str, judge_url: str | None) -> "WordsPrompt":
+    """Read the prompt of `words:`, for which the judge must be on a server."""
+    from ..rewards import words
+
+    prompt = words.read_words_prompt(name.removeprefix(WORDS))
+    if judge_url is None:
+        message = f"`{name}` is for a judge on a server, which answers in words. Set `--judge_url`."
+        raise OptionError(message, "judge_url")
+    return prompt
 
 
 def _check_weights(script_args: ScriptArguments, training_args: Any) -> None:
@@ -355,7 +375,7 @@ def check_rewards(script_args: ScriptArguments) -> None:
 
 
 def _is_user_reward(name: str) -> bool:
-    return name not in _REWARDS and not name.startswith(_RUBRIC)
+    return name not in _REWARDS and not name.startswith((_RUBRIC, WORDS))
 
 
 def user_functions(names: Iterable[str]) -> Iterator[Callable]:
@@ -374,6 +394,9 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
         url = script_args.judge_url
         options = judge_options(script_args, url)
         return rewards.RubricReward(script_args.judge_model, name.removeprefix(_RUBRIC), url, **options)
+    if name.startswith(WORDS):
+        judge, url, num_answers = script_args.judge_model, script_args.judge_url, script_args.judge_answers
+        return rewards.WordsReward(judge, name.removeprefix(WORDS), url, num_answers)
     if name in _REWARDS:
         return _REWARDS[name](script_args)
     reward = find_user_reward(name)
@@ -390,7 +413,7 @@ def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
     if (model, url) == (None, None):
         return replace(script_args, rewards=rewards)
     if not _with_judge(rewards):
-        message = f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)} and rubrics only."
+        message = f"`--eval_judge_model`, `--eval_judge_url` are for {', '.join(_WITH_JUDGE)}, rubrics and words."
         raise OptionError(message, "eval_judge_model", "eval_judge_url", "eval_rewards", "rewards")
     evaluation = replace(script_args, rewards=rewards, judge_model=model or script_args.judge_model, judge_url=url)
     if url is not None:
@@ -417,8 +440,13 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
         quantization_config(training_args.quantization, torch.bfloat16, "diffusers")  # which asks the machine
     for model, url in judges_of(script_args):
         if url is not None:
+            judge = rewards.ServedJudge(url, model)
             names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
-            rewards.ServedJudge(url, model).check(scale=5 if all(name.startswith(_RUBRIC) for name in names) else None)
+            written = [name for name in names if name.startswith(WORDS)]
+            for name in written:
+                read_words_prompt(name, url).check(judge)
+            if others := {*names} - {*written}:
+                judge.check(scale=5 if all(name.startswith(_RUBRIC) for name in others) else None)
         else:
             with _default_named(script_args):
                 read_judge_config(model)
@@ -451,6 +479,9 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")
+    for name in (name for name in script_args.rewards if name.startswith(WORDS)):
+        needs = {"needed_columns": read_words_prompt(name, script_args.judge_url).needed_columns}
+        check_columns(type(name, (), needs), dataset, "the dataset")
     check_columns([*user_functions(script_args.rewards)], dataset, "the dataset")
 
 

@@ -93,7 +93,8 @@ def evaluate_edit_reward(
         protocol (`str`, *optional*, defaults to `"default"`):
             See [`evaluate_rankings`]. A scorer with `compares = True` ([`ComparingJudge`]) gets (input, edit, edit)
             and the instruction, and returns 1 if the first edit is better, 0 if the second is, 0.5 for a tie, or
-            `None`, which is never correct.
+            `None`, which is never correct. One with `rates = True` ([`~paco_trl.rewards.WordsJudge`]) gets (input,
+            edit) and the instruction, and returns scores by dimension with `overall`, or `None`.
         dataset ([`~datasets.Dataset`]):
             `EditScore/EditReward-Bench`: `key` (names of the two edited images), `instruction`, `input_image`,
             `output_images` (two, the preferred one first), `task_type`, and `dimension`, one of `prompt_following`,
@@ -131,9 +132,15 @@ def evaluate_edit_reward(
         pairs = [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
     else:
         items, questions_of_key = _list_items(rows, protocol)
+        if rates := getattr(scorer, "rates", False):
+            settings["template"] = scorer.template
+            items = [
+                item._replace(questions=[(item.questions[0][0], rows[item.row]["instruction"])]) for item in items
+            ]
 
-        def record(item: runs.RecordQuestions, scores: Sequence[float | None]) -> dict[str, Any]:
-            return {"key": item.key, "scores": dict(zip(questions_of_key[item.key], scores, strict=True))}
+        def record(item: runs.RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
+            by_name = scores[0] if rates else dict(zip(questions_of_key[item.key], scores, strict=True))
+            return {"key": item.key, "scores": by_name}
 
         answer_tokens = (PUBLISHED_YES, PUBLISHED_NO)
         common, records = runs.score_records(
@@ -221,8 +228,10 @@ def _accuracies(
     }
 
 
-def _score(dimension: str, scores: dict[str, float]) -> float:
+def _score(dimension: str, scores: dict[str, float] | None) -> float:
     """Return the score of a dimension; `overall` is sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
+    if scores is None or "overall" in scores:  # of a judge that rates
+        return math.nan if scores is None else scores.get(dimension, scores["overall"])
     if dimension != "overall":
         return scores[dimension]
     if min(scores.values()) < 0:

@@ -51,14 +51,14 @@ def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], l
     tables = []
     for (benchmark, protocol), group in _group_entries(entries).items():
         columns = ["scorer", "dataset", "rows", *["rows with ties"] * (benchmark != "pairs")]
-        if benchmark in ("rankings", "vc_reward"):
-            columns.insert(1, "template")
+        has_templates = benchmark == "vc_reward" or any("template" in entry["settings"] for entry in group)
+        columns[1:1] = ["template"] * has_templates
         if "columns" in _BENCHMARKS[benchmark]:
             columns += _BENCHMARKS[benchmark]["columns"][protocol]
         else:
             names = [name.replace("_", " ") for name in _BENCHMARKS[benchmark]["dimensions"]]
             columns += [*names, *(f"{name}, ties count" for name in names)]
-        rows = [_row(entry, _name(entry, group)) for entry in group]
+        rows = [_row(entry, _name(entry, group), has_templates) for entry in group]
         tables.append((f"{_BENCHMARKS[benchmark]['title']}, protocol: {protocol}", columns, rows))
     return tables
 
@@ -70,7 +70,7 @@ def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[
     return {key: group for key, group in groups.items() if group}
 
 
-def _row(entry: dict[str, Any], name: str) -> list[str]:
+def _row(entry: dict[str, Any], name: str, has_templates: bool) -> list[str]:
     settings, unanswered, rows = entry["settings"], entry["num_unanswered"], str(entry["num_instances"])
     if settings["benchmark"] == "pairs":
         metrics, dataset = entry["metrics"], str(settings.get("dataset") or settings["dataset_fingerprint"])
@@ -80,17 +80,17 @@ def _row(entry: dict[str, Any], name: str) -> list[str]:
         ]
         return [name, dataset, rows, *texts]
     if settings["benchmark"] == "rankings":
-        undefined, num_ties, template = entry["num_undefined_correlations"], entry["num_ties"], [settings["template"]]
+        undefined, num_ties = entry["num_undefined_correlations"], entry["num_ties"]
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
         cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
         dimensions, names = entry["dimensions"], _BENCHMARKS[settings["benchmark"]]["dimensions"]
-        template = [settings.get("template", "each edit alone")] * (settings["benchmark"] == "vc_reward")
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
         cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
     ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
     texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
     dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
+    template = [settings.get("template", "each edit alone")] * has_templates
     return [name, *template, dataset, rows, ties, *(text or "" for text in texts)]
 
 

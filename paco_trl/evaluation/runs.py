@@ -2,7 +2,7 @@
 """Images, scorer calls and confidence intervals for the benchmarks of judges."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,23 +127,25 @@ def score_records(
 
 def _score(
     scorer: Any, protocol: str, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
-) -> list[tuple[float | None, bool]]:
-    """Return the score of each pair, and whether it has no answer: then it is 0, or `None` for comparisons."""
-    scores: list[tuple[float | None, bool]]
+) -> list[tuple[Any, bool]]:
+    """Return the score of each pair, and whether it has no answer: then it is 0, or `None` of a judge with words."""
     if protocol == "published" and getattr(scorer, "reads_questions", True):
         top_logprobs = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS)
         probabilities = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in top_logprobs]
         scores = [(score or 0.0, score is None) for score in probabilities]
     else:
-        is_comparing = getattr(scorer, "compares", False)
+        may_lack = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
         answers = scorer.score(pairs, questions)
-        scores = [(None if score is None else float(score), is_comparing and score is None) for score in answers]
+        are_plain = (score is None or isinstance(score, Mapping) for score in answers)
+        answers = [score if is_plain else float(score) for score, is_plain in zip(answers, are_plain, strict=True)]
+        scores = [(score, may_lack and score is None) for score in answers]
     if len(scores) != len(pairs):
         raise ValueError(
             f"The scorer {scorer.name!r} gave {len(scores)} scores for {len(pairs)} pairs, but must give one per pair."
         )
     for (score, is_unanswered), question in zip(scores, questions, strict=True):
-        if not is_unanswered and (score is None or not math.isfinite(score)):
+        values = score.values() if isinstance(score, Mapping) else [score]
+        if not is_unanswered and not all(value is not None and math.isfinite(value) for value in values):
             raise ValueError(f"The scorer {scorer.name!r} gave no finite score for the question {question!r}.")
     return scores
 

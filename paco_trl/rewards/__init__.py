@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .image_rewards import DuplicateReward, LayoutReward, OcrReward, panel_similarity_reward, redness_reward
     from .judge import Answer, Judge, JudgeUnavailableError, ServedJudge, yes_probability
     from .judge_rewards import ConsistencyReward, EditReward, ReferenceReward, RubricReward
+    from .words import WordsJudge, WordsReward
 
 __all__ = [
     "AggregationDetails", "Answer", "ClipIReward", "ClipTReward", "ConsistencyReward",
     "DuplicateReward", "EditReward", "Judge", "JudgeUnavailableError", "LayoutReward", "OcrReward",
-    "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "aggregate_rewards",
-    "panel_similarity_reward", "redness_reward",
-    "yes_probability",
+    "PickScoreReward", "ReferenceReward", "RubricReward", "ServedJudge", "WordsJudge", "WordsReward",
+    "aggregate_rewards", "panel_similarity_reward", "redness_reward", "yes_probability",
 ]  # fmt: skip
 
 # Lazy: importing this package does not import torch, and `aggregate_rewards` does not import transformers

@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -19,13 +20,14 @@ from PIL import Image
 from scipy.special import expit, logsumexp
 
 from ..data.questions import plain_question
-from ..utils.chat import ChatClient, NoAnswerError
+from ..utils.chat import ChatClient, NoAnswerError, read_reply
 from ..utils.files import read_record
 from ..utils.images import data_url
 from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.text import is_text, shorten
 from ..utils.vision_language import check_text, load_image, patch_size_of
+from ..utils.written_scores import read_scores
 
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
 _MAX_RETRIES = 10_000  # per question: in practice, the time budget ends them
 _CHECK_SECONDS = 30.0
+# Of an answer in words, as for GEdit-Bench; its temperature if several are sampled is EditScore's
+_MAX_WORDS_TOKENS, _WORDS_TEMPERATURE = 1024, 0.7
 
 
 class JudgeUnavailableError(RuntimeError):
@@ -64,8 +68,16 @@ class JudgeUnavailableError(RuntimeError):
 class Answer(NamedTuple):
     """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none (`NO_SCORE`)."""
 
-    score: Any  # or the log-probabilities of tokens, from `_read_tokens`
+    score: Any  # or the log-probabilities of tokens, from `_read_tokens`, or the scores written in an answer
     reason: str | None = None
+
+
+class _Asking(NamedTuple):
+    """Options of a request, and how its answer is read, and described if that fails."""
+
+    options: dict[str, Any]
+    read: Callable[["ChatCompletion"], Answer]
+    describe: Callable[["ChatCompletion"], str]
 
 
 class Judge(Protocol):
@@ -269,7 +281,20 @@ class ServedJudge:
 
     def check(self, scale: int | None = None) -> None:
         """Ask a test question, for a rating if `scale` is set; a `JudgeUnavailableError` within 30 s if it fails."""
-        self._client.run(self._check(scale))
+        question = plain_question() if scale is None else _TEST_RATING.format(scale=scale)
+        remedy = (
+            f"A judge must begin its answer with {'Yes or No' if scale is None else 'a digit'}, without thinking, and "
+            f"its server must return {TOP_LOGPROBS} log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+        )
+        self._client.run(self._check(question, _first_token(scale), remedy, min(self.timeout, _CHECK_SECONDS)))
+
+    def check_written(self, question: str, count: int, best: float, num_images: int) -> None:
+        """Ask a test question as [`~ServedJudge.write`] does; a `JudgeUnavailableError` if its answer is unreadable."""
+        remedy = (
+            f'An answer must have one JSON object whose "score" has {count} number(s) from 0 to {best:g}. Serve a '
+            "model that follows this prompt, or use another prompt."
+        )
+        self._client.run(self._check(question, _in_words(count, best), remedy, self.timeout, num_images))
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
@@ -292,8 +317,24 @@ class ServedJudge:
         Score pairs like [`~ServedJudge.score`], or rate pairs or single images like [`~paco_trl.PaCoReward.rate`] if
         `scale` is set, but as a coroutine and with the reasons for missing scores.
         """
-        read_answer = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
-        return await asyncio.wrap_future(self._client.start(self._query_all(images, prompts, read_answer)))
+        return await asyncio.wrap_future(self._client.start(self._query_all(images, prompts, _first_token(scale))))
+
+    def write(
+        self,
+        images: Sequence[ImageGroup],
+        prompts: list[str],
+        counts: Sequence[int],
+        best: float,
+        seeds: Sequence[int | None],
+        labels: Sequence[str] | None = None,
+    ) -> Future[list[Answer]]:
+        """
+        Let the model answer in words, and read the scores that it writes: of each question, a tuple of `count` numbers
+        from 0 to `best`, from [`~paco_trl.utils.written_scores.read_scores`]. An answer with a seed is sampled.
+        `labels` are texts before the images.
+        """
+        ways = [_in_words(count, best, seed) for count, seed in zip(counts, seeds, strict=True)]
+        return self._client.start(self._query_all(images, prompts, ways, labels))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, like [`~paco_trl.PaCoReward.score_images`]."""
@@ -303,7 +344,7 @@ class ServedJudge:
         self, images: list[ImagePair], prompts: str | list[str], image_labels: tuple[str, str] | None = None
     ) -> list[dict[str, float] | None]:
         """Return the likeliest first tokens of each answer, like [`~paco_trl.PaCoReward.top_logprobs`]."""
-        answers = self._client.run(self._query_all(check_pairs(images), prompts, _read_tokens, image_labels))
+        answers = self._client.run(self._query_all(check_pairs(images), prompts, _FIRST_TOKENS, image_labels))
         return [answer.score for answer in answers]
 
     def find_patch_size(self) -> int:
@@ -320,20 +361,18 @@ class ServedJudge:
         self._client.close()
 
     def _scores(self, groups: Sequence[ImageGroup], prompts: str | list[str]) -> list[float | None]:
-        return [answer.score for answer in self._client.run(self._query_all(groups, prompts, _read_score))]
+        return [answer.score for answer in self._client.run(self._query_all(groups, prompts, _first_token()))]
 
     # ---- On the event loop ----
 
-    async def _check(self, scale: int | None) -> None:
-        question = plain_question() if scale is None else _TEST_RATING.format(scale=scale)
-        seconds = min(self.timeout, _CHECK_SECONDS)
+    async def _check(self, question: str, way: _Asking, remedy: str, seconds: float, num_images: int = 2) -> None:
         try:
             async with asyncio.timeout(seconds):
                 models = await self._client.find_model(max_retries=2)
-                completion = await self._client.complete(self._test_body(question), max_retries=2)
-            answer = _read_score(completion) if scale is None else _read_rating(completion, scale)
-            if answer.score is None:
-                raise NoAnswerError("unreadable", _describe_tokens(completion))
+                body = self._test_body(question, way.options, num_images)
+                completion = await self._client.complete(body, max_retries=2)
+            if way.read(completion).score is None:
+                raise NoAnswerError("unreadable", way.describe(completion))
             await self._find_patch_size(models)
         except (NoAnswerError, TimeoutError) as failure:
             if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
@@ -342,9 +381,7 @@ class ServedJudge:
                     "Start one with `paco-trl serve` and wait until vLLM has started, or correct the address."
                 ) from None
             raise JudgeUnavailableError(
-                f"{self.name} gave no score for '{question}' ({failure}). A judge must begin its answer with "
-                f"{'Yes or No' if scale is None else 'a digit'}, without thinking, and its server must return "
-                f"{TOP_LOGPROBS} log-probabilities (vLLM: `--max-logprobs {TOP_LOGPROBS}`)."
+                f"{self.name} gave no score for {shorten(question)} ({failure}). {remedy}"
             ) from None
 
     async def _find_patch_size(self, models: dict[str, Any] | None = None) -> int:
@@ -395,11 +432,12 @@ class ServedJudge:
         self,
         groups: Sequence[ImageGroup],
         prompts: str | list[str],
-        read_answer: Callable[["ChatCompletion"], Answer],
-        labels: tuple[str, str] | None = None,
+        ways: _Asking | Sequence[_Asking],
+        labels: Sequence[str] | None = None,
     ) -> list[Answer]:
         groups = [check_list(group, "images[...]") for group in check_list(groups)]
         prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
+        ways = [ways] * len(groups) if isinstance(ways, _Asking) else ways
         await self._find_patch_size()
         # Each image is encoded once; errors name the first question about it
         sources = {
@@ -409,13 +447,13 @@ class ServedJudge:
         }
         data_urls = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body([data_urls[image_key(image)] for image in group], prompt, labels)
-            for group, prompt in zip(groups, prompts, strict=True)
+            self._body([data_urls[image_key(image)] for image in group], prompt, way.options, labels)
+            for group, prompt, way in zip(groups, prompts, ways, strict=True)
         )
         try:
             # A judge that is unavailable for one question cancels the others
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._query(body, read_answer)) for body in bodies]
+                tasks = [group.create_task(self._query(*query)) for query in zip(bodies, ways, strict=True)]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         answers = [task.result() for task in tasks]
@@ -424,17 +462,17 @@ class ServedJudge:
             logger.warning(f"{self.name} did not answer {reasons.total()} of {len(answers)} questions: {counts}.")
         return answers
 
-    async def _query(self, body: dict, read_answer: Callable[["ChatCompletion"], Answer]) -> Answer:
+    async def _query(self, body: dict, way: _Asking) -> Answer:
         async with self._request_slots:
             try:
                 async with asyncio.timeout(self.time_budget):
                     completion = await self._client.complete(body)
-                answer = read_answer(completion)
+                answer = way.read(completion)
                 if answer.reason is None:
                     return answer
-                failure = NoAnswerError(answer.reason, _describe_tokens(completion))
+                failure = NoAnswerError(answer.reason, way.describe(completion))
             except TimeoutError:
-                await self._check_is_up()
+                await self._check_is_up(way.options | {"max_tokens": 1})
                 failure = NoAnswerError("unavailable", f"no answer within {self.time_budget:g} seconds")
             except NoAnswerError as error:
                 failure = error
@@ -444,11 +482,11 @@ class ServedJudge:
             logger.warning(f"{self.name} cannot answer a question: {failure}.")
         return Answer(None, failure.kind)
 
-    async def _check_is_up(self) -> None:
+    async def _check_is_up(self, options: dict[str, Any]) -> None:
         """Ask a test question, to tell a bad question from a server that is down."""
         try:
             async with asyncio.timeout(min(self.timeout, max(self.time_budget / 10, 5.0))):
-                await self._client.complete(self._test_body(plain_question()), max_retries=0)
+                await self._client.complete(self._test_body(plain_question(), options), max_retries=0)
         except (NoAnswerError, TimeoutError) as failure:
             raise JudgeUnavailableError(
                 f"{self.name} has not answered for {self.time_budget:g} seconds (`time_budget`): "
@@ -457,18 +495,20 @@ class ServedJudge:
 
     # ---- Requests ----
 
-    def _body(self, urls: list[str], prompt: str, labels: tuple[str, str] | None = None) -> dict[str, Any]:
+    def _body(
+        self, urls: list[str], prompt: str, options: dict[str, Any], labels: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         if labels is not None:
-            texts = [{"type": "text", "text": label} for label in labels]
+            texts = [{"type": "text", "text": label} for label in labels[: len(urls)]]
             content = [part for pair in zip(texts, content, strict=True) for part in pair]
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
-        options = {"temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
         return {"messages": messages, **options}
 
-    def _test_body(self, question: str) -> dict[str, Any]:
-        images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in ("white", "black")}
-        return self._body(list(self._encode(images).values()), question)
+    def _test_body(self, question: str, options: dict[str, Any], num_images: int = 2) -> dict[str, Any]:
+        colors = ("white", "black")[:num_images]
+        images = {color: (Image.new("RGB", (112, 112), color), "A test image") for color in colors}
+        return self._body(list(self._encode(images).values()), question, options)
 
     def _encode(self, sources: Mapping[Any, tuple[ImageSource, str]]) -> dict[Any, str]:
         """Encode images as data URLs, with the pixels that a judge in the process would see."""
@@ -543,6 +583,30 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     return Answer(score, "undecided" if score is None else None)
 
 
+def _first_token(scale: int | None = None) -> _Asking:
+    """Return how to ask for the score, or a rating, of the first token."""
+    read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
+    return _FIRST_TOKENS._replace(read=read)
+
+
+def _in_words(count: int, best: float, seed: int | None = None) -> _Asking:
+    """Return how to ask for an answer in words with `count` numbers from 0 to `best`, sampled if there is a seed."""
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": _MAX_WORDS_TOKENS}
+    options |= {} if seed is None else {"temperature": _WORDS_TEMPERATURE, "seed": seed}
+
+    def read(completion: "ChatCompletion") -> Answer:
+        text = read_reply(completion, _MAX_WORDS_TOKENS).text
+        scores = None if text is None else read_scores(text, count, best)
+        return Answer(scores, "unreadable" if scores is None else None)
+
+    return _Asking(options, read, _describe_words)
+
+
+def _describe_words(completion: "ChatCompletion") -> str:
+    reply = read_reply(completion, _MAX_WORDS_TOKENS)
+    return reply.reason or f"its answer: {shorten(reply.text)}"
+
+
 def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
     entries = _read_entries(completion)
     if not entries:
@@ -554,3 +618,11 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
     if num_missing and not num_missing * max_missing <= _MAX_SCORE_ERROR * LEAST_MASS:
         score = None
     return Answer(score, "undecided" if score is None else None)
+
+
+# Asks for the likeliest first tokens
+_FIRST_TOKENS = _Asking(
+    {"temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS},
+    _read_tokens,
+    _describe_tokens,
+)

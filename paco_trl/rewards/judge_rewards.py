@@ -66,7 +66,7 @@ class JudgedReward:
             self.judge = PaCoReward.from_pretrained(model, **kwargs)
         else:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
-            self.judge.check(scale=self.scale)  # fails before anything else is loaded
+            self._check_judge()  # fails before anything else is loaded
         self.is_async = hasattr(self.judge, "answer")  # then it is queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # name on cards
         self._options = {} if self.scale is None else {"scale": self.scale}
@@ -104,6 +104,9 @@ class JudgedReward:
         """Why the last unanswered question has no answer, for messages."""
         return getattr(self.judge, "missing_score_reason", None)
 
+    def _check_judge(self) -> None:
+        self.judge.check(scale=self.scale)
+
     def _warn_if_untrained(self, question: str, remedy: str) -> None:
         """Warn if the judge was trained on a single question, and is asked another one."""
         if (trained_question := getattr(self.judge, "question", None)) not in (None, question):
@@ -124,19 +127,23 @@ class JudgedReward:
     def _rewards(
         self, questions: Questions, answers: list[Answer], log_metric: Callable[[str, float], None] | None
     ) -> list[float | None]:
-        if log_metric is not None and answers:
-            name = self.__name__
-            reasons = Counter(answer.reason for answer in answers if answer.score is None)
-            log_metric(f"{name}/unanswered", reasons.total() / len(answers))
-            # Log all reasons in every call: the trainer averages over the calls that logged a metric
-            for reason in NO_SCORE:
-                log_metric(f"{name}/unanswered/{reason}", reasons[reason] / len(answers))
+        self._log_unanswered(answers, log_metric)
         answer_iterator, rewards = iter(answers), []
         for row in questions:
             scores: list = [next(answer_iterator).score for _ in row]
             # The mean over the answered pairs would not be comparable with the prompt's other images
             rewards.append(None if None in scores else self._combine(row, scores))
         return rewards
+
+    def _log_unanswered(self, answers: list[Answer], log_metric: Callable[[str, float], None] | None) -> None:
+        if log_metric is None or not answers:
+            return
+        name = self.__name__
+        reasons = Counter(answer.reason for answer in answers if answer.score is None)
+        log_metric(f"{name}/unanswered", reasons.total() / len(answers))
+        # Log all reasons in every call: the trainer averages over the calls that logged a metric
+        for reason in NO_SCORE:
+            log_metric(f"{name}/unanswered/{reason}", reasons[reason] / len(answers))
 
 
 def select_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> list[tuple[int, int]]:
@@ -294,7 +301,7 @@ class EditReward(JudgedReward):
     needed_columns = ("image",)  # the trainer checks them before it loads a model
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
-        rows = _sources_of(columns, len(completions), "`EditReward`")
+        rows = sources_of(columns, len(completions), "`EditReward`")
         return [
             [
                 WeightedQuestion((source, edited_image), question(prompt))
@@ -394,7 +401,7 @@ class RubricReward(JudgedReward):
         texts = [self.rubric.replace("{prompt}", prompt) for prompt in prompts]
         if not self.needed_columns and columns.get("image") is None and columns.get("images") is None:
             return [[WeightedQuestion((image,), text)] for image, text in zip(completions, texts, strict=True)]
-        rows = _sources_of(columns, len(completions), "`RubricReward`")
+        rows = sources_of(columns, len(completions), "`RubricReward`")
         return [
             [WeightedQuestion((source, edited_image), text) for source in sources]
             for sources, edited_image, text in zip(rows, completions, texts, strict=True)
@@ -414,7 +421,8 @@ def read_rubric(rubric: str | Path) -> str:
     return text
 
 
-def _sources_of(columns: dict[str, Any], count: int, reward: str) -> list[list[Image.Image]]:
+def sources_of(columns: dict[str, Any], count: int, reward: str) -> list[list[Image.Image]]:
+    """Return the sources of each image, at most as large as a judge should see them."""
     return _images_of(columns, "images" if columns.get("images") is not None else "image", count, reward)
 
 

@@ -253,7 +253,7 @@ class ChatEndpoint(ChatClient):
     async def _reply(self, request: ChatRequest) -> Reply:
         body = {name: value for name, value in request._asdict().items() if value is not None}
         try:
-            return _read(await self.complete(body), request.max_tokens)
+            return read_reply(await self.complete(body), request.max_tokens)
         except NoAnswerError as failure:
             if failure.kind == "unavailable":
                 raise self._is_down(failure) from None
@@ -267,7 +267,8 @@ class ChatEndpoint(ChatClient):
         )
 
 
-def _read(completion: "ChatCompletion", max_tokens: int) -> Reply:
+def read_reply(completion: "ChatCompletion", max_tokens: int) -> Reply:
+    """Read the text of an answer, which must be there and whole."""
     try:
         choice = completion.choices[0]
         text = choice.message.content
