@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from ..utils.files import digest, read_template
-from ..utils.text import is_text, read_text
+from ..utils.text import read_text
 from .judge import Answer, ImageGroup, Judge, ServedJudge
 from .judge_rewards import JudgedReward, sources_of
 
@@ -39,7 +39,7 @@ class WordsPrompt(NamedTuple):
     scale: float
     edit: tuple[WordsQuestion, ...]
     image: tuple[WordsQuestion, ...]
-    labels: tuple[str, ...] | None
+    labels: Sequence[str] | None
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -78,7 +78,8 @@ class WordsPrompt(NamedTuple):
         the lowest score of each. They are means over the rounds without an unreadable answer, or `None` if all have
         one.
         """
-        remaining, ratings = iter(answers), []
+        remaining = iter(answers)
+        ratings: list[dict[str, float] | None] = []
         for group in groups:
             questions = self.questions(len(group))
             rounds = [[next(remaining).score for _ in questions] for _ in range(num_answers)]
@@ -89,59 +90,41 @@ class WordsPrompt(NamedTuple):
         return ratings
 
     def _scores(self, questions: Sequence[WordsQuestion], written: Sequence[Sequence[float]]) -> dict[str, float]:
-        named = {
-            name: number / self.scale
-            for question, numbers in zip(questions, written, strict=True)
-            for name, number in zip(question.scores, numbers, strict=True)
-        }
-        return named | {"overall": math.prod(min(numbers) / self.scale for numbers in written) ** (1 / len(written))}
+        names = [name for question in questions for name in question.scores]
+        numbers = [number / self.scale for numbers in written for number in numbers]
+        overall = math.prod(min(numbers) / self.scale for numbers in written) ** (1 / len(written))
+        return {**dict(zip(names, numbers, strict=True)), "overall": overall}
 
 
 def read_words_prompt(prompt: str | Path) -> WordsPrompt:
     """Read a packaged prompt by its name, or the user's from a YAML file like those."""
-    if str(prompt) in WORDS_PROMPTS:
-        text = read_template(f"words_{str(prompt).partition('_')[0]}.yaml")
-    elif (path := Path(prompt).expanduser()).is_file():
-        text = read_text(path)
-    else:
-        raise ValueError(f"`prompt` is '{prompt}', which is neither a file nor one of {', '.join(WORDS_PROMPTS)}.")
+    name = str(prompt)
+    if name not in WORDS_PROMPTS and not Path(name).expanduser().is_file():
+        raise ValueError(f"`prompt` is '{name}', which is neither a file nor one of {', '.join(WORDS_PROMPTS)}.")
+    is_packaged = name in WORDS_PROMPTS
+    text = read_template(f"words_{name.partition('_')[0]}.yaml") if is_packaged else read_text(name)
     try:
-        content = yaml.safe_load(text) | WORDS_PROMPTS.get(str(prompt), {})
+        content = yaml.safe_load(text) | WORDS_PROMPTS.get(name, {})
         edit, image = (
             tuple(
-                WordsQuestion(str(question["text"]), int(question["images"]), tuple(map(str, question["scores"])))
-                for question in content.get(kind) or ()
+                WordsQuestion(str(each["text"]), each["images"], tuple(each["scores"]))
+                for each in content.get(kind, ())
             )
             for kind in ("edit", "image")
         )
-        labels = content.get("labels")
-        read = WordsPrompt(float(content["scale"]), edit, image, labels and tuple(map(str, labels)))
-    except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        fault = f"{type(error).__name__}: {error}"
-    else:
-        fault = _fault(read)
-    if fault:
+        read = WordsPrompt(float(content["scale"]), edit, image, content.get("labels"))
+        is_complete = 0 < read.scale < math.inf and bool(edit + image)
+        is_complete &= all(question.images in (1, 2) and question.scores for question in edit + image)
+        is_complete &= all("{prompt}" in "".join(each.text for each in kind) for kind in (edit, image) if kind)
+    except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        is_complete = False
+    if not is_complete:
         raise ValueError(
-            f"The prompt '{prompt}' cannot be used ({fault}). Write it like words_viescore.yaml in the package's "
-            "`templates`: `scale`, and under `edit`, `image` or both, questions with `images`, `scores` and `text`."
+            f"The prompt '{name}' is not complete: it must be YAML with a `scale` above 0 and, under `edit`, `image` or "
+            "both, questions with `images` (2: source and edit, or 1), `scores` (their names) and `text`, one of them "
+            "with {prompt}. See words_viescore.yaml in the package's `templates`."
         )
     return read
-
-
-def _fault(prompt: WordsPrompt) -> str | None:
-    if not 0 < prompt.scale < math.inf:
-        return f"`scale` is {prompt.scale:g}"
-    if not prompt.edit and not prompt.image:
-        return "no questions"
-    for kind, most in (("edit", 2), ("image", 1)):
-        questions = getattr(prompt, kind)
-        if not all(is_text(question.text) and question.scores for question in questions):
-            return f"a question under `{kind}` has no text or no scores"
-        if not all(1 <= question.images <= most for question in questions):
-            return f"a question under `{kind}` has another number of `images` than 1 to {most}"
-        if questions and not any("{prompt}" in question.text for question in questions):
-            return f"no question under `{kind}` has {{prompt}}, so the judge would not see the prompt"
-    return None
 
 
 class WordsReward(JudgedReward):
