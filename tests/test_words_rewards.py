@@ -192,6 +192,10 @@ class TestScore:
         single = [rate(reward, [source], EDITED[:1])[0] for source in both[0]]
         averaged = asyncio.run(reward(INSTRUCTIONS[:1], EDITED[:1], images=both))
         assert averaged == close([sum(single) / 2]) and single[0] != single[1]
+        # The mean over one of them would not be comparable
+        planted, color = server.say, SOURCES[1].getpixel((3, 3))
+        server.say = lambda body: "No." if pictures_of(body)[0][0].getpixel((3, 3)) == color else planted(body)
+        assert asyncio.run(reward(INSTRUCTIONS[:1], EDITED[:1], images=both)) == [None]
 
     def test_no_source_for_an_edit(self, make):
         with pytest.raises(ValueError, match="`image`"):
