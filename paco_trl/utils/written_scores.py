@@ -13,9 +13,7 @@ def read_scores(text: str, count: int, best: float) -> tuple[float, ...] | None:
     answer = text[text.find("{") : text.rfind("}") + 1]
     # Not strict, since strings may have line breaks
     scores = score_of(answer, strict=False, object_pairs_hook=_without_repeats)
-    if count == 1 and not isinstance(scores, list):
-        scores = [scores]
-    scores = valid_scores(scores, best)
+    scores = valid_scores(scores if isinstance(scores, list) else [scores], best)
     return tuple(map(float, scores)) if scores is not None and len(scores) == count else None
 
 

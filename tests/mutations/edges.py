@@ -860,7 +860,6 @@ BENCHMARKS = [
         ("type(score) in (int, float)", "isinstance(score, (int, float))"),
         ("if len(values) < len(pairs):", "if False:"),
         ("and len(scores) == count else", "else"),
-        ("if count == 1 and not isinstance", "if not isinstance"),
     ),
     *_mutants(
         "rewards/words.py",
