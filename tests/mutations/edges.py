@@ -33,7 +33,7 @@ REWARDS = [
         ("if not is_sure or not sum(map(math.exp, present)) >= LEAST_MASS:", "if not is_sure:"),
         ("logprobs.setdefault(token, logprob)", "logprobs[token] = logprob"),
         ('"top_logprobs": TOP_LOGPROBS}', '"top_logprobs": 5}'),
-        ('"temperature": 0.0,', '"temperature": 1.0,'),
+        ('"temperature": 0.0, "max_tokens": 1,', '"temperature": 1.0, "max_tokens": 1,'),
         ("load_image(source, self.patch_size or 14, where)", "load_image(source, 14, where)"),
         ("for pair in zip(texts, content, strict=True)", "for pair in zip(content, texts, strict=True)"),
     ),
