@@ -134,6 +134,64 @@ def test_editreward_compass_counts_ties_of_people(compass):
     assert changed["prompt_following"]["strict"]["mean"] == 0.0
 
 
+# Source, green of A and of B, chosen. The keeper is right in the first, wrong in the second, and ties in the third
+MMRB2 = [("emu-edit", (0, 100), "A"), ("emu-edit", (0, 100), "B"), ("hq-edit", (40, 40), "B")]
+
+
+@pytest.fixture
+def mmrb2(tmp_path):
+    """Writes the file that the benchmark builds, next to its images, one pair changed."""
+
+    def write(**changes):
+        pairs = []
+        for number, (source, greens, chosen) in enumerate(MMRB2):
+            names = [f"input_images/{number}.png", f"images/{number}_a.png", f"images/{number}_b.png"]
+            for name, green in zip(names, (0, *greens), strict=True):
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                flat(green).save(tmp_path / name)
+            responses = {
+                f"response_{side}": {"model": side, "response_content": [["text", "Here."], ["image", name]]}
+                for side, name in zip("ab", names[1:], strict=True)
+            }
+            prompt = [["text", "Look:"], ["image", names[0]], ["text", f"Edit {number}."]]
+            pairs.append({"prompt_content": prompt, "prompt_source": source, "chosen": chosen, **responses})
+        pairs[0] |= changes
+        (tmp_path / "edit.json").write_text(json.dumps({"pairs": pairs}))
+        return tmp_path / "edit.json"
+
+    return write
+
+
+def test_mmrb2_compares_with_experts(mmrb2, caplog):
+    dataset = load_edit_pairs("mmrb2", mmrb2())
+    assert dataset["instruction"][:] == [f"Look: Edit {number}." for number in range(3)] and not caplog.text
+    figures = evaluate_edit_reward(Keeper(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
+    assert (figures["strict"]["mean"], figures["geq"]["mean"], figures["num_ties"]) == (1 / 3, 2 / 3, 1)
+    assert figures["task_types"]["hq-edit"] == {"strict": 0.0, "geq": 1.0, "num_rows": 1}
+    changed = evaluate_edit_reward(Changer(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
+    assert changed["strict"]["mean"] == 1 / 3  # the other pair of the first two
+    several = [["image", "input_images/0.png"]] * 2
+    assert len(load_edit_pairs("mmrb2", mmrb2(prompt_content=several))) == 2
+    assert "1 of 3 pairs" in caplog.text and "several images" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        ({"chosen": "C"}, "`chosen` of pair 0 .* is 'C', not A or B"),
+        ({"prompt_content": [["image", "../elsewhere.png"]]}, "elsewhere"),
+    ],
+)
+def test_a_broken_pair_of_mmrb2(mmrb2, change, token, tmp_path):
+    with pytest.raises(ValueError, match=token):
+        load_edit_pairs("mmrb2", mmrb2(**change))
+    with pytest.raises(FileNotFoundError, match="Build MMRB2"):
+        load_edit_pairs("mmrb2", tmp_path / "missing.json")
+    (tmp_path / "edit.json").write_text(json.dumps({"pairs": [{"id": "a", "chosen": "A"}]}))  # without prompts
+    with pytest.raises(ValueError, match="no pairs of MMRB2 with their prompts"):
+        load_edit_pairs("mmrb2", tmp_path / "edit.json")
+
+
 @pytest.mark.parametrize(
     ("change", "token"),
     [

@@ -57,6 +57,7 @@ BENCHMARKS = {
     "edit_reward": "EditScore/EditReward-Bench",
     "vc_reward": "GEditBench-v2/VCReward-Bench",
     "editreward_compass": "DogNeverSleep/EditReward-Compass",
+    "mmrb2": "edit.json",  # which its build script writes
 }
 # Options only for a judge in the process
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
@@ -332,7 +333,9 @@ class JudgeArguments(JudgeOptions):
         "Hub id or directory of a judge, its name on the server with `judge_url`, or the baseline `clip-i`.",
     )
     benchmark: str = option(
-        "rankings", "`rankings`, `edit_reward`, `vc_reward` or `editreward_compass`.", choices=tuple(BENCHMARKS)
+        "rankings",
+        "`rankings`, `edit_reward`, `vc_reward`, `editreward_compass` or `mmrb2`.",
+        choices=tuple(BENCHMARKS),
     )
     dataset_name: str | None = option(
         None,
@@ -367,8 +370,9 @@ class JudgeArguments(JudgeOptions):
             yield from errors_of(read_words_prompt, self.template, self.judge_url, options=("template",))
         else:
             yield from find_unused(self, ("judge_answers",), "without `--template words:...`", "template")
-        unused = ["template"] * (not in_words and self.benchmark in ("edit_reward", "editreward_compass"))
-        unused += ["protocol"] * (in_words or self.benchmark in ("vc_reward", "editreward_compass"))
+        unused = ["template"] * (not in_words and self.benchmark not in ("rankings", "vc_reward"))
+        unused += ["protocol"] * (in_words or self.benchmark not in ("rankings", "edit_reward"))
+        unused += ["dataset_config", "dataset_split"] * (self.benchmark == "mmrb2")
         yield from find_unused(self, unused, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_model == "clip-i":
             of_judge = (*OF_JUDGES, "trust_remote_code")

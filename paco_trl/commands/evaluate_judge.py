@@ -28,7 +28,7 @@ from ..evaluation import (
     load_edit_pairs,
     save_report,
 )
-from ..evaluation.edit_reward import LAYOUTS
+from ..evaluation.edit_reward import CONVERTED
 from ..rewards import WordsJudge
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, refuse
@@ -72,7 +72,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     if script_args.benchmark == "rankings" and is_published:
         refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
         dataset = load_consistency_rank(dataset_name)
-    elif script_args.benchmark in LAYOUTS:
+    elif script_args.benchmark in CONVERTED:
         dataset = load_edit_pairs(
             script_args.benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config
         )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 Evaluation of judges on pairs of edits: EditReward-Bench of EditScore (https://arxiv.org/abs/2509.23909),
-VCReward-Bench (https://arxiv.org/abs/2603.28547) and EditReward-Compass (https://arxiv.org/abs/2605.13062).
+VCReward-Bench (https://arxiv.org/abs/2603.28547), EditReward-Compass (https://arxiv.org/abs/2605.13062) and the edits
+of MMRB2 (https://arxiv.org/abs/2512.16899).
 """
 
+import logging
 import math
 import re
 from collections import Counter
@@ -20,15 +22,17 @@ from PIL import Image
 from scipy.cluster.hierarchy import DisjointSet
 
 from ..data.columns import list_lengths, typed_dataset
-from ..data.dataset_files import load_split
+from ..data.dataset_files import image_file, load_split
 from ..data.questions import question
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest
 from ..utils.images import data_url
 from ..utils.names import public_name
-from ..utils.text import read_text, shorten
+from ..utils.text import read_json, read_text, shorten
 from . import runs
 
+
+logger = logging.getLogger(__name__)
 
 # Dimension of a row -> the questions whose answers make up its score
 QUESTIONS_OF = {
@@ -53,10 +57,13 @@ LAYOUTS = {
     "vc_reward": (["instruction", "winner", "task"], ["source_image", "edited_images"]),
     "editreward_compass": (["prompt", "label", "dimension"], ["source_image", "winner", "loser"]),
 }
+# Benchmarks in another layout than EditReward-Bench's
+CONVERTED = (*LAYOUTS, "mmrb2")
 # Human verdict -> index of the preferred edit
 VERDICTS: dict[str, dict[str, int | None]] = {
     "vc_reward": {"Image A": 0, "Image B": 1},
     "editreward_compass": {"preference": 0, "tie": None},
+    "mmrb2": {"A": 0, "B": 1},
 }
 DIMENSIONS = {"IA": "prompt_following", "VC": "consistency"}
 # From GEditBench v2's code: pixels of the longer side, tokens per answer, and attempts
@@ -74,8 +81,8 @@ def evaluate_edit_reward(
 ) -> dict[str, Any]:
     """
     Measure how often a scorer prefers the edit that people prefer, on EditScore's benchmark (not TIGER-Lab's), on
-    VCReward-Bench (`benchmark="vc_reward"`) or on EditReward-Compass (`"editreward_compass"`), see
-    [`load_edit_pairs`].
+    VCReward-Bench (`benchmark="vc_reward"`), on EditReward-Compass (`"editreward_compass"`) or on the edits of MMRB2
+    (`"mmrb2"`), see [`load_edit_pairs`].
 
     An edited image is scored by the question of the row's dimension about the pair (input image, edited image), and
     for the dimension `overall` by the geometric mean of both questions. It is first resized to the input image. Images
@@ -241,14 +248,19 @@ def _score(dimension: str, scores: dict[str, float] | None) -> float:
 
 def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
-    Load VCReward-Bench (`"vc_reward"`) or EditReward-Compass (`"editreward_compass"`) for [`evaluate_edit_reward`].
+    Load VCReward-Bench (`"vc_reward"`), EditReward-Compass (`"editreward_compass"`) or the edits of MMRB2 (`"mmrb2"`)
+    for [`evaluate_edit_reward`].
 
     `path` is a Hub id, directory or file, and `config` its configuration if it has several. VCReward-Bench has
     `instruction`, `source_image`, `edited_images` (two), `winner` (`Image A` or `Image B`) and `task`.
     EditReward-Compass has `dimension` (`IA`, `VC` or `VQ`), `prompt`, `label` (`preference` or `tie`), and the paths
     `source_image`, `winner` and `loser`, relative to the file. Its `VQ` rows are left out, since visual quality is not
-    a question about a pair. Raises a `ValueError` if a column is missing or a verdict is unknown.
+    a question about a pair. MMRB2 is the file `edit.json` that its build script writes; pairs with several source
+    images, or a response without exactly one image, are left out. Raises a `ValueError` if a column is missing or a
+    verdict is unknown.
     """
+    if benchmark == "mmrb2":
+        return _load_mmrb2(Path(path).expanduser())
     has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
     dataset = load_split(path, split, images, config=config).with_format(None)
     if missing := [name for name in texts + images if name not in dataset.column_names]:
@@ -277,6 +289,41 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     image_columns = dataset.select_columns(images)
     image_columns = image_columns.rename_columns(dict(zip(images, ("input_image", "output_images"), strict=True)))
     return concatenate_datasets([typed_dataset(rows, **types), image_columns], axis=1)
+
+
+def _load_mmrb2(path: Path) -> Dataset:
+    """Load the file of MMRB2's edits, whose images are beside it, in the layout of EditReward-Bench."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file '{path}'. Build MMRB2 (`python build_from_hf.py` in `benchmark` of its repository), and "
+            "pass its edit.json as `dataset_name`."
+        )
+    content = read_json(path)
+    pairs = content.get("pairs") if isinstance(content, dict) else None
+    if not pairs or not all({"prompt_content", "response_a", "response_b", "chosen"} <= pair.keys() for pair in pairs):
+        raise ValueError(f"'{path}' has no pairs of MMRB2 with their prompts. Pass the edit.json that it builds.")
+
+    def images_of(content: list[list[str]]) -> list[dict[str, Any]]:
+        names = [value for kind, value in content if kind == "image"]
+        return [{"path": str(image_file(name, [path.parent])), "bytes": None} for name in names]
+
+    rows: list[tuple[Any, ...]] = []
+    for number, pair in enumerate(pairs):
+        sources = images_of(pair["prompt_content"])
+        edits = [images_of(pair[name]["response_content"]) for name in ("response_a", "response_b")]
+        if pair["chosen"] not in VERDICTS["mmrb2"]:
+            raise ValueError(f"`chosen` of pair {number} of '{path}' is {shorten(pair['chosen'])}, not A or B.")
+        if len(sources) == 1 and all(len(images) == 1 for images in edits):
+            text = " ".join(value for kind, value in pair["prompt_content"] if kind == "text")
+            labels = (text, pair.get("prompt_source", ""), "overall", VERDICTS["mmrb2"][pair["chosen"]])
+            rows.append(([f"{number}/0", f"{number}/1"], *labels, sources[0], [images[0] for images in edits]))
+    if len(rows) < len(pairs):
+        logger.warning(
+            f"{len(pairs) - len(rows)} of {len(pairs)} pairs of '{path}' are left out: they have several images."
+        )
+    names = ("instruction", "task_type", "dimension")
+    types: dict[str, Any] = {"key": ["string"], **dict.fromkeys(names, "string"), "winner": "int64"}
+    return typed_dataset(rows, **types, input_image="image", output_images=["image"])
 
 
 class ComparingJudge:
