@@ -37,7 +37,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> Iterator[None]:
     """Raise `ValueError` on all processes if the backward pass leaves a trained weight without a gradient."""
     # With hooks, since DeepSpeed removes gradients from `.grad` as they arrive
-    parameters, names_with_gradient = trained_parameters(model), set()
+    parameters = trained_parameters(model)
+    names_with_gradient = set()
     handles = [
         parameter.register_hook(lambda gradient, name=name: names_with_gradient.add(name))
         for name, parameter in parameters.items()

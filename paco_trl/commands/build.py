@@ -34,7 +34,8 @@ def result(args, name: str) -> Dataset | DatasetDict:
 
 def grid_prompts(args) -> Dataset:
     """Load the prompts, and check that the grids were generated from them, as all later stages assume."""
-    prompts, grids = result(args, "prompts"), stage(args, "grids")
+    prompts = result(args, "prompts")
+    grids = stage(args, "grids")
     if not grids.is_done:
         grids.load()  # raises an error with advice
     if digest_of_prompts(prompts) != grids.settings["prompts"]:
@@ -102,7 +103,8 @@ def make_grids(args: arguments.GridsArguments) -> None:
     import torch
     from accelerate import PartialState
 
-    prompts, spec = result(args, "prompts"), args.read_loading_spec()
+    prompts = result(args, "prompts")
+    spec = args.read_loading_spec()
     call = args.call_of(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
     settings |= spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.weights
@@ -119,7 +121,8 @@ def make_grids(args: arguments.GridsArguments) -> None:
 # 3. Panels and ranking instances
 def make_panels(args: arguments.PanelsArguments) -> None:
     """Cut the grids into panels, and combine them into ranking instances."""
-    prompts, grids = grid_prompts(args), result(args, "grids")
+    prompts = grid_prompts(args)
+    grids = result(args, "grids")
     unknown = set(args.exclude_prompts) - set(prompts["id"][:])
     if unknown:
         raise OptionError(f"`--exclude_prompts` has {sorted(unknown)[0]!r}, which is not the id of a prompt.")
@@ -145,7 +148,8 @@ def annotate(args: arguments.AnnotateArguments) -> None:
 
 def rank(args: arguments.RankArguments) -> None:
     """Rank by construction, or with a judge."""
-    instances, panels = result(args, "instances"), result(args, "panels")
+    instances = result(args, "instances")
+    panels = result(args, "panels")
     if args.judge_model == "automatic":
         count = building.rank_automatically(instances, panels, _annotations_dir(args))
         Console().print(f"{count} instances are ranked by construction, in {escape(str(_annotations_dir(args)))}.")
@@ -167,7 +171,9 @@ def rank(args: arguments.RankArguments) -> None:
 # 5. Pairs and held-out rankings
 def make_pairs(args: arguments.PairsArguments) -> None:
     """Convert rankings to pairs, and hold some rankings out."""
-    instances, panels, prompts = result(args, "instances"), result(args, "panels"), grid_prompts(args)
+    instances = result(args, "instances")
+    panels = result(args, "panels")
+    prompts = grid_prompts(args)
     kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
     if args.annotators is None and len(set(kinds.values())) > 1:  # ignore rankings by construction if there are others
         kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
@@ -179,7 +185,8 @@ def make_pairs(args: arguments.PairsArguments) -> None:
         "by": sorted(set(kinds.values())),
         "judges": [name for name, kind in kinds.items() if kind == "judge"],
     }
-    folder, held_out = stage(args, "pairs"), stage(args, "rankings")
+    folder = stage(args, "pairs")
+    held_out = stage(args, "rankings")
     folder.finish(pairs, {"ranking": ranking, "pairs": counts})
     pairs_sheet(pairs["train"], folder.path / "sample.png")
     if rankings is None:
@@ -198,12 +205,14 @@ def digest_of_pairs(pairs: DatasetDict) -> str:
 
 def make_reasons(args: arguments.ReasonsArguments) -> None:
     """Write reasons for the label of each pair with a model."""
-    pairs, endpoint = result(args, "pairs"), _endpoint_of(args)
+    pairs = result(args, "pairs")
+    endpoint = _endpoint_of(args)
     names = ("model", "max_attempts", "min_words", "max_words", "seed")
     settings = {name: getattr(args, name) for name in names} | {"pairs": digest_of_pairs(pairs)}
     folder = stage(args, "reasons", settings)
     # All splits together, since a small one may not have any usable answer, and is then left out
-    all_pairs, written_stage = concatenate_datasets(list(pairs.values())), StageFolder(folder.path / "written")
+    all_pairs = concatenate_datasets(list(pairs.values()))
+    written_stage = StageFolder(folder.path / "written")
     options = (args.max_attempts, args.min_words, args.max_words, args.seed)
     pairs_with_reasons = building.write_reasons(all_pairs, endpoint, written_stage, *options)
     splits = DatasetDict()
@@ -219,7 +228,9 @@ def make_reasons(args: arguments.ReasonsArguments) -> None:
 def publish(args: arguments.PublishArguments) -> None:
     """Upload the dataset with its card."""
     grid_prompts(args)
-    pairs, reasons, rankings = result(args, "pairs"), stage(args, "reasons"), stage(args, "rankings")
+    pairs = result(args, "pairs")
+    reasons = stage(args, "reasons")
+    rankings = stage(args, "rankings")
     grids = stage(args, "grids")
     report = {
         "prompts": stage(args, "prompts").report,
@@ -232,7 +243,8 @@ def publish(args: arguments.PublishArguments) -> None:
                 f"The reasons in {reasons.path} were written for other pairs. Delete the directory, then run the "
                 "stage `reasons`, or publish only the labels."
             )
-        pairs, report["reasons"] = reasons.load(), reasons.report
+        pairs = reasons.load()
+        report["reasons"] = reasons.report
     url = building.publish_dataset(
         pairs,
         rankings.load() if rankings.is_done else None,

@@ -110,7 +110,8 @@ class PipelineArguments:
         """Read the specification of the pipeline."""
         from ..generation.inference import DEFAULT_MODEL, read_adapter, read_pipeline
 
-        model, names = self.model_name_or_path, ("dtype", "quantization", "offload", "vae_tiling")
+        model = self.model_name_or_path
+        names = ("dtype", "quantization", "offload", "vae_tiling")
         options = {name: getattr(self, name) for name in names}
         if self.adapter is None:
             return read_pipeline(model or DEFAULT_MODEL, **options)

@@ -90,7 +90,10 @@ _NOISE_FREE_TOLERANCE = {torch.float32: 0.0, torch.bfloat16: 5e-2}
 
 _HUB_SECONDS = 5.0
 
-OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
+OK = "ok"
+WARNING = "warning"
+FAILED = "failed"
+SKIPPED = "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
 _MISSING: Any = None  # value of what no check has set yet
@@ -190,7 +193,9 @@ def check_configuration(state: DoctorState) -> Row:
         state.skips = "The memory is planned for another card, so no weights are loaded."
     elif isinstance(args, PaCoNFTConfig):
         state.skips = "The checks of a rollout are for `grpo`, so no weights are loaded."
-    args.output_dir, args.push_to_hub, args.resume_from_checkpoint = state.temporary_dir, False, None
+    args.output_dir = state.temporary_dir
+    args.push_to_hub = False
+    args.resume_from_checkpoint = None
     if args.embeddings_dir is not None:
         args.embeddings_dir = str(Path(state.temporary_dir) / "embeddings")
     return replace(row, finding=args.round_plan.summary())
@@ -219,7 +224,8 @@ def check_hub(state: DoctorState) -> str:
     args = state.run_args
     if not args.push_to_hub:
         return "Nothing is pushed: `push_to_hub` is off."
-    api, repo_id = HfApi(token=args.hub_token, library_name=_PACKAGE), args.hub_model_id
+    api = HfApi(token=args.hub_token, library_name=_PACKAGE)
+    repo_id = args.hub_model_id
     repo_id = repo_id or Path(args.output_dir).absolute().name
     repo_id, info = find_repository(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
     if info is None:
@@ -231,7 +237,8 @@ def check_hub(state: DoctorState) -> str:
 def check_data(state: DoctorState) -> str | list[Row]:
     """Check the prompts, their sizes and their number."""
     script_args, args = state.script_args, state.args
-    state.train_dataset, state.eval_dataset = load_train_prompts(script_args), load_eval_prompts(script_args)
+    state.train_dataset = load_train_prompts(script_args)
+    state.eval_dataset = load_eval_prompts(script_args)
     fit_panel_options(script_args, args, state.train_dataset, state.eval_dataset)
     rewards = Rewards([_no_reward])  # the real rewards are loaded later
     rows = [read_train_rows(state.train_dataset, args, rewards)]
@@ -256,7 +263,8 @@ def check_data(state: DoctorState) -> str | list[Row]:
     except ValueError as error:  # the plan does not depend on it
         return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
     schedule = RoundSchedule(args, rows[0].lengths)
-    steps, rounds = schedule.max_steps, schedule.max_steps / schedule.optimizer_steps_per_round
+    steps = schedule.max_steps
+    rounds = schedule.max_steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
     return f"{finding} {plan}{schedule.describe_unused()}"
 
@@ -289,7 +297,8 @@ def check_rewards_load(state: DoctorState) -> Row | str:
         return Row(SKIPPED, f"Names, weights and columns fit. {state.skips}")
     functions = load_rewards(script_args)
     rewards = Rewards(functions, args.reward_weights, args.reward_required, args.multi_objective_aggregation)
-    state.reward_funcs, state.eval_reward_funcs = functions, load_eval_rewards(state.script_args, functions)
+    state.reward_funcs = functions
+    state.eval_reward_funcs = load_eval_rewards(state.script_args, functions)
     fit_reward_options(script_args, args, [*functions, *(state.eval_reward_funcs or ())])
     if state.skips:  # in place of the trainer, which would warn
         offload_models(args, rewards)
@@ -307,7 +316,8 @@ def _try_reward(rewards: Rewards, rows: PromptRows, args: PaCoGRPOConfig) -> Non
     Call a reward once, on images of noise for the first prompt: blank ones have no contrast to divide by. A run does
     not, since a user's function may count its calls, draw random numbers, or pay for each image.
     """
-    (height, width), layout = rows.requested_sizes[0], rows.image_layouts[0]
+    (height, width) = rows.requested_sizes[0]
+    layout = rows.image_layouts[0]
     size = training_size(height or args.height, width or args.width, *layout, args.resolution_scale, 1)
     # Separate images are joined
     height, width = (side * count // own for side, count, own in zip(size, rows.layouts[0], layout, strict=True))
@@ -338,11 +348,14 @@ def check_model(state: DoctorState) -> Row | str:
         train_dataset=state.train_dataset, eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args, args.model_init_kwargs),
     )  # fmt: skip
-    model, weights = trainer.model, list(trained_parameters(trainer.model).values())
-    description, is_new = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}", False
+    model = trainer.model
+    weights = list(trained_parameters(trainer.model).values())
+    description = f"no adapter: all weights of the transformer are trained, in {weights[0].dtype}"
+    is_new = False
     if isinstance(model, PeftModel):
         is_new = trainer.trained_from is None
-        adapter, layers = model.peft_config[model.active_adapter], model.base_model.targeted_module_names
+        adapter = model.peft_config[model.active_adapter]
+        layers = model.base_model.targeted_module_names
         description = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         description += "" if is_new else f", continued from '{script_args.adapter}'"
     state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
@@ -355,7 +368,8 @@ def check_model(state: DoctorState) -> Row | str:
         f"Trained at {_format_counts(state.generator.sizes)} (multiples of "
         f"{trainer.family.size_multiple(trainer.pipeline)} pixels)."
     )
-    limit, epsilon = trainer.family.max_stable_epsilon, max(args.clip_range)
+    limit = trainer.family.max_stable_epsilon
+    epsilon = max(args.clip_range)
     if limit is None or args.loss_type != "grpo" or epsilon <= limit:
         return finding
     finding += f" The clip range is {epsilon:g}; this model was seen to collapse above {limit:g}."
@@ -393,7 +407,8 @@ def check_memory(state: DoctorState) -> Row:
 
 def host_memory() -> int:
     """Return the memory of this machine, or of the process's container."""
-    limit, total = Path("/sys/fs/cgroup/memory.max"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     content = limit.read_text().strip() if limit.exists() else "max"
     return total if content == "max" else min(int(content), total)
 
@@ -439,7 +454,10 @@ def _memory_savings(plan: MemoryPlan) -> list[str]:
 
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
     """Describe the phases of a run, compared with a device of `total` bytes and a machine of `host` bytes."""
-    lines, verdict, advice, limit = [plan.summary()], OK, "", USABLE * (total or 0)
+    lines = [plan.summary()]
+    verdict = OK
+    advice = ""
+    limit = USABLE * (total or 0)
     if total is None:
         lines.append("There is no CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:
@@ -489,8 +507,12 @@ def check_noise_free(state: DoctorState) -> Row | str:
 
 def check_ratio(state: DoctorState) -> Row | str:
     """Check that the replay reproduces the log-probabilities of the rollout, and has a gradient."""
-    generator, trainer, args = state.generator, state.trainer, state.args
-    device, layout, ratios = trainer.accelerator.device, args.round_plan, defaultdict(list)
+    generator = state.generator
+    trainer = state.trainer
+    args = state.args
+    device = trainer.accelerator.device
+    layout = args.round_plan
+    ratios = defaultdict(list)
     rng = torch.Generator().manual_seed(args.seed)
     # Fill the zero weights of a new adapter, which a rollout or replay might otherwise ignore unnoticed
     zero_weights = [
@@ -610,7 +632,8 @@ def examine(command: str, argv: list[str], console: Console) -> list[Row]:
 def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[Row]:
     """Run a check if its model is available. Its errors and warnings become rows."""
     is_generating = check in (check_noise_free, check_ratio)
-    handler, logger = BufferingHandler(1000), logging.getLogger(_PACKAGE)
+    handler = BufferingHandler(1000)
+    logger = logging.getLogger(_PACKAGE)
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:

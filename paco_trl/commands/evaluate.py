@@ -118,7 +118,8 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
 def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None) -> Step:
     """Generate the images of a system, by default the one in the options."""
     spec = args.read_loading_spec() if spec is None else spec
-    benchmark, panels = _load_as_trained(args, spec), {}
+    benchmark = _load_as_trained(args, spec)
+    panels = {}
     if _has_separate(benchmark):
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panel_options(**panels)
@@ -247,7 +248,8 @@ def report(args: arguments.ReportArguments) -> Step:
     if args.card is not None:
         check_card(args.card)
     benchmark = _load_benchmark(args)
-    leakage, name = _find_leakage(args, benchmark), public_name(str(args.dataset_name))
+    leakage = _find_leakage(args, benchmark)
+    name = public_name(str(args.dataset_name))
     yield
     if not PartialState().is_main_process:
         return
@@ -278,7 +280,8 @@ def images(args: arguments.ImagesArguments) -> None:
     spec = args.read_loading_spec()
     if args.benchmark == "t2is":
         _load_as_trained(args, spec)  # the base model gets the adapter's settings
-    systems, folder = {"base": spec.base, "tuned": spec}, Path(args.output_dir)
+    systems = {"base": spec.base, "tuned": spec}
+    folder = Path(args.output_dir)
     if args.adapter is None:
         del systems["tuned"]
 

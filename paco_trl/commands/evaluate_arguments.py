@@ -261,7 +261,9 @@ class ScoreArguments(ScoringOptions):
     def errors(self) -> Iterator[OptionError]:
         """Yield errors of contradictory options."""
         yield from super().errors()
-        is_gedit, judges, urls = self.benchmark == "gedit", self.judges or [], ("judge_url", "alignment_url")
+        is_gedit = self.benchmark == "gedit"
+        judges = self.judges or []
+        urls = ("judge_url", "alignment_url")
         others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY
         yield from find_unused(self, others, f"with `--benchmark {self.benchmark}`", "benchmark")
         if self.judge_url is None and self.alignment_url is None:

@@ -86,7 +86,8 @@ def evaluate(script_args: JudgeArguments) -> None:
                 f"'{dataset_name}' has the columns {', '.join(dataset.column_names)}: neither rankings (`reference`, `candidates`, "
                 "`ranking`, `prompt`) nor pairs (`images`, `prompt`, `completion`)."
             )
-        benchmark, dataset = "pairs", as_pairs(dataset, dataset_name)
+        benchmark = "pairs"
+        dataset = as_pairs(dataset, dataset_name)
         refuse(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
 
     judge = load_scorer(script_args)

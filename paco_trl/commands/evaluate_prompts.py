@@ -127,7 +127,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             if not all(path.exists() for path in files.values()):
                 _generate(spec, settings, rows, files, accelerator)
                 gc.collect()
-            role, title = "tuned" if adapter else "base", public_name(adapter or base.model)
+            role = "tuned" if adapter else "base"
+            title = public_name(adapter or base.model)
             systems.append({"role": role, "name": title, "settings": public_settings, "files": files, "leak": leak})
         with placed_on(models, accelerator.device):
             for name, system in zip(folders, systems, strict=True):
@@ -151,7 +152,8 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
     """Read the base model and the adapters, which are all loaded with the settings of the first."""
     dtype = "auto" if args.bf16 is None else "bfloat16" if args.bf16 else "float32"
     options: dict[str, Any] = {"dtype": dtype, "quantization": args.quantization, "vae_tiling": args.vae_tiling}
-    adapters, model = args.adapter or [], args.model_name_or_path
+    adapters = args.adapter or []
+    model = args.model_name_or_path
     first_spec = (
         read_adapter(adapters[0], model, **options) if adapters else read_pipeline(model or DEFAULT_MODEL, **options)
     )
@@ -220,9 +222,11 @@ def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps
 
 def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
     """Generate the missing images of a system like `evaluate()` of training, from the same noise."""
-    dtype, scale = torch.bfloat16 if settings["bf16"] else torch.float32, settings["guidance_scale"]
+    dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+    scale = settings["guidance_scale"]
     pipeline = spec.load("cpu")
-    family, model = family_of(pipeline), pipeline.transformer
+    family = family_of(pipeline)
+    model = pipeline.transformer
     rows.measure(pipeline, family)
     if accelerator.is_main_process:
         say("evaluate", _describe_work(rows, files, settings["num_inference_steps"]))
@@ -230,7 +234,8 @@ def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, 
     # Frozen weights make room for the text encoders
     pipeline_policy = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
     policy = Policy(pipeline_policy, accelerator, scale, offload_embeddings=True)
-    key, sizes = (settings["seed"], STREAMS["evaluation"], 0), rows.inference_sizes
+    key = (settings["seed"], STREAMS["evaluation"], 0)
+    sizes = rows.inference_sizes
     round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
     calls = [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
 
@@ -302,7 +307,8 @@ def _results(
     labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
     system_entries, alerts = [], []
     for system, values in zip(systems, columns, strict=True):
-        total, name = len(system["files"]), system["name"]
+        total = len(system["files"])
+        name = system["name"]
         failure_counts = {reward: sum(map(math.isnan, values[reward].values())) for reward in names}
         counts = {"images": total} | {f"images without {reward}": count for reward, count in failure_counts.items()}
         system_entries.append({key: system[key] for key in ("role", "name", "settings")} | {"counts": counts})

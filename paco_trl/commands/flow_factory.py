@@ -80,7 +80,9 @@ def describe(config: Mapping[str, Any], name: str) -> str:
 def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return a file's options by the names of this package, and names that are left out, by the reason."""
     sections = {name: config.get(name) or {} for name in _RENAMED}
-    model, train, evaluation = sections["model"], sections["train"], sections["eval"]
+    model = sections["model"]
+    train = sections["train"]
+    evaluation = sections["eval"]
     command, loss_type = _METHODS[train.get("trainer_type", "grpo")]
     options: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
@@ -122,7 +124,8 @@ def _edits(model: Mapping[str, Any], train: Mapping[str, Any]) -> bool | None:
 def _training_options(train: Mapping[str, Any]) -> dict[str, Any]:
     low, high = _range(train.get("clip_range", 1e-4))
     betas = train.get("adam_betas") or (None, None)
-    is_sum, is_grpo = train.get("advantage_aggregation") == "sum", "grpo" in train.get("trainer_type", "grpo")
+    is_sum = train.get("advantage_aggregation") == "sum"
+    is_grpo = "grpo" in train.get("trainer_type", "grpo")
     options = {
         # "gdpo" normalizes the rewards one by one
         "multi_objective_aggregation": "sum_then_normalize" if is_sum else "normalize_then_sum",
@@ -170,7 +173,9 @@ def _size(section: Mapping[str, Any], default: int) -> tuple[int, int]:
 def _periods(log: Mapping[str, Any], train: Mapping[str, Any], evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return periods in optimizer steps; an epoch there is a round here."""
     steps = train.get("gradient_step_per_epoch", 2) * train.get("num_inner_epochs", 1)
-    epochs, save, evaluate = train.get("max_epochs"), log.get("save_freq"), evaluation.get("eval_freq")
+    epochs = train.get("max_epochs")
+    save = log.get("save_freq")
+    evaluate = evaluation.get("eval_freq")
     options = {"max_steps": epochs * steps if epochs and epochs > 0 else None}
     options |= {"save_steps": save * steps} if save else {}
     options |= {"eval_strategy": "steps", "eval_steps": evaluate * steps, "eval_split": "test"} if evaluate else {}
@@ -180,7 +185,8 @@ def _periods(log: Mapping[str, Any], train: Mapping[str, Any], evaluation: Mappi
 def _launch_options(config: Mapping[str, Any]) -> dict[str, Any]:
     file = str(config.get("config_file"))
     stage = next((stage for stage in ("zero2", "zero3") if stage in file), None)
-    count, precision = config.get("num_processes"), config.get("mixed_precision")
+    count = config.get("num_processes")
+    precision = config.get("mixed_precision")
     return {
         "num_processes": count if count != 1 else None,
         "accelerate_config": stage,

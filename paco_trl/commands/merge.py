@@ -41,7 +41,9 @@ def merge(args: MergeArguments) -> None:
             adapter = str(find_saved_model(Path(adapter)))
         peft = peft_folder(adapter)  # rejects pickles before the base model is read
         adapter = peft or adapter
-        base, revision, saved = args.model_name_or_path, None, None
+        base = args.model_name_or_path
+        revision = None
+        saved = None
         if peft is not None or base is not None:
             saved = SavedAdapter.read(adapter, str(base))
             if not isinstance(saved.config, LoraConfig):
@@ -66,7 +68,8 @@ def merge(args: MergeArguments) -> None:
         dtype = merge_weights(saved, base, revision, args.dtype, folder)
 
         title = Path(args.output_dir).absolute().name
-        saved_card, lora = load_settings(peft) if peft else None, LoRA(saved.config.r, saved.config.lora_alpha)
+        saved_card = load_settings(peft) if peft else None
+        lora = LoRA(saved.config.r, saved.config.lora_alpha)
         card_fields: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
         card_fields |= {"base_model": base, "license": base_license(base, online=True)}
         if index is None:

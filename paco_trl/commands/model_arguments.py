@@ -130,7 +130,8 @@ def main_space(arguments: list[str]) -> int:
 
 def main_serve(arguments: list[str]) -> None:
     """Run `paco-trl serve`: replace this process with vLLM."""
-    separator, usage = [*arguments, "--"].index("--"), "paco-trl serve [options] [-- options of vllm serve]"
+    separator = [*arguments, "--"].index("--")
+    usage = "paco-trl serve [options] [-- options of vllm serve]"
     text = "Starts vLLM for a judge, in place of this process."
     args = _parse(ServeArguments, "serve", arguments[:separator], usage=usage, description=text)
     args.vllm_args += arguments[separator + 1 :]  # after the file's, since vLLM uses the last of repeated options

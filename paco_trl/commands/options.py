@@ -40,7 +40,9 @@ def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
 
 def declared_options(config: type) -> dict[str, dict[str, Any]]:
     """Return the fields of a dataclass as options, in plain values."""
-    options, hints, choices = {}, get_type_hints(config), getattr(config, "choices", {})
+    options = {}
+    hints = get_type_hints(config)
+    choices = getattr(config, "choices", {})
     for declared in [declared for declared in fields(config) if declared.init]:
         hint = hints[declared.name]
         types = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)

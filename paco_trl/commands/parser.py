@@ -81,7 +81,9 @@ class CommandParser(argparse.ArgumentParser):
         named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
         kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
-        self.positional, self.is_launched, self.shows_all = positional, is_launched, False
+        self.positional = positional
+        self.is_launched = is_launched
+        self.shows_all = False
         self.check, self.check_start = check, check_start
         self.errors: list[OptionError] = []
         self.launching: dict[str, Any] = {}
@@ -139,7 +141,8 @@ class CommandParser(argparse.ArgumentParser):
         return {}
 
     def _add_option(self, name: str, option: Mapping[str, Any]) -> argparse.Action:
-        is_bool, default = option.get("type") == "bool", option.get("default")
+        is_bool = option.get("type") == "bool"
+        default = option.get("default")
         text = _HELP.get(name, option.get("help", ""))
         action = self.add_argument(
             *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *option.get("aliases", ()))), dest=name,
@@ -396,7 +399,8 @@ class CommandParser(argparse.ArgumentParser):
             for name, value in vars(args).items():
                 if name.endswith("_dir") and isinstance(value, str) and os.path.isfile(value):
                     yield OptionError(f"`--{name}` is {value!r}, which is a file. Name a directory.", name)
-                values, least = value if isinstance(value, list) else [value], 0 if "seed" in name else 1
+                values = value if isinstance(value, list) else [value]
+                least = 0 if "seed" in name else 1
                 if not isinstance(kind, str) and any(type(number) is int and number < least for number in values):
                     yield OptionError(f"`--{name}` is {value}, but must be at least {least}.", name)
             yield from args.errors() if hasattr(args, "errors") else ()

@@ -42,7 +42,8 @@ def push(args: PushArguments) -> str:
         remember_repository(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
-    readme, pushed_card = model / "README.md", replace(card, repo_id=repo_id)
+    readme = model / "README.md"
+    pushed_card = replace(card, repo_id=repo_id)
     text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(pushed_card))
     contents = {"README.md": text, SETTINGS: settings_text(pushed_card)}
     names = ", ".join(sorted({*select_files(model, published_files), *contents}))

@@ -32,7 +32,9 @@ class SampleGenerator:
     """Generates images of the first prompt with the smallest training size, as in training."""
 
     def __init__(self, policy: Policy, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
-        self.policy, self.rows, self.args = policy, rows, args
+        self.policy = policy
+        self.rows = rows
+        self.args = args
         self.pipeline, self.family = policy.pipeline, policy.family
         self.is_new_adapter = is_new_adapter
         self.sizes = Counter(self.rows.training_sizes)
@@ -125,7 +127,8 @@ class SampleGenerator:
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Return the output of the scheduler's last step, since 8 bits per channel of an image hide differences."""
-        encoded, latents = self._encode(), list[torch.Tensor]()
+        encoded = self._encode()
+        latents = list[torch.Tensor]()
         with self.policy.on_device():
             scheduler = self.pipeline.scheduler
             step = scheduler.step

@@ -167,7 +167,8 @@ def _with_judge(names: Iterable[str]) -> list[str]:
 
 def check_options(script_args: ScriptArguments, training_args: Any, *configs: Any) -> Iterator[OptionError]:
     """Find options that contradict one another, or that were typed and would do nothing."""
-    lora, is_full = ("lora_r", "lora_alpha", "lora_target_modules"), not script_args.use_peft
+    lora = ("lora_r", "lora_alpha", "lora_target_modules")
+    is_full = not script_args.use_peft
     if is_full and script_args.adapter is not None:
         message = "`--adapter` and `--use_peft False`, which trains all weights, exclude each other. Leave one out."
         yield OptionError(message, "adapter", "use_peft")
@@ -179,7 +180,8 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)
-    name, split = str(script_args.dataset_name), script_args.dataset_split
+    name = str(script_args.dataset_name)
+    split = script_args.dataset_split
     if os.path.isfile(os.path.expanduser(name)) and not split.startswith("train"):
         yield OptionError(f"There is no split {split!r} in '{name}', only train.", "dataset_name", "dataset_split")
     yield from find_unused_edit_options(script_args)
@@ -395,7 +397,9 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
         options = judge_options(script_args, url)
         return rewards.RubricReward(script_args.judge_model, name.removeprefix(_RUBRIC), url, **options)
     if name.startswith(WORDS):
-        judge, url, num_answers = script_args.judge_model, script_args.judge_url, script_args.judge_answers
+        judge = script_args.judge_model
+        url = script_args.judge_url
+        num_answers = script_args.judge_answers
         return rewards.WordsReward(judge, name.removeprefix(WORDS), url, num_answers)
     if name in _REWARDS:
         return _REWARDS[name](script_args)
@@ -534,7 +538,8 @@ def get_peft_config(
         adapter: Any = read_peft_config(script_args.adapter, script_args.model_name_or_path, model_init_kwargs)
         for name in ("r", "lora_alpha", "target_modules"):
             option = f"lora_{name.removeprefix('lora_')}"
-            value, saved = getattr(script_args, option), getattr(adapter.config, name)
+            value = getattr(script_args, option)
+            saved = getattr(adapter.config, name)
             if value is not None and (set(value) if isinstance(value, list) else value) != saved:
                 raise OptionError(
                     f"`--{option}` is {value}, but the adapter has {saved}. Leave it out.", option, "adapter"

@@ -44,7 +44,8 @@ _TEMPLATES.filters["literal"] = lambda value: (
 
 def write_space(args: SpaceArguments) -> Path:
     """Write `app.py`, `requirements.txt`, `README.md` and a copy of a local adapter, and return the directory."""
-    adapter, is_local_adapter = args.adapter, Path(args.adapter).is_dir()
+    adapter = args.adapter
+    is_local_adapter = Path(args.adapter).is_dir()
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
     with new_folder(folder) as staging_dir:
         if is_local_adapter:
@@ -116,13 +117,17 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
 
         settings |= {name: training.get(name) for name in ("panel_template", "panel_generation")}
         settings["panel_template"] = training.get("panel_template") or PANEL_TEMPLATE
-        sets, pixels = load_image_set_prompts(demo_prompts_path()), (height or _PANEL_SIDE) * (width or _PANEL_SIDE)
+        sets = load_image_set_prompts(demo_prompts_path())
+        pixels = (height or _PANEL_SIDE) * (width or _PANEL_SIDE)
         sets = [row for row in arrange_sets(sets, SEPARATE) if row["cols"] * pixels <= MAX_PIXELS]
         if not sets:
             raise OptionError(
                 f"Two images of {height} x {width} pixels exceed the app's limit, {MAX_PIXELS:,} pixels."
             )
-        prompts, layout, rows, cols = prompt_texts(sets), (1, sets[0]["cols"]), 1, 1
+        prompts = prompt_texts(sets)
+        layout = (1, sets[0]["cols"])
+        rows = 1
+        cols = 1
     else:
         if not prompts and card.trained_on == "single images":
             prompts = _SINGLE_PROMPTS

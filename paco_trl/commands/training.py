@@ -38,7 +38,8 @@ def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | N
     """Train, then save the model, or save and push it. Ctrl-C prints how to resume."""
     from peft import PeftModel
 
-    args, num_launched = trainer.args, int(os.environ.get("WORLD_SIZE", 1))
+    args = trainer.args
+    num_launched = int(os.environ.get("WORLD_SIZE", 1))
     if num_launched != trainer.accelerator.num_processes:
         raise OptionError(f"{num_launched} processes would each train alone. Without a GPU, add `--use_cpu`.")
     try:

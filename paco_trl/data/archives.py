@@ -24,7 +24,8 @@ ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*",
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
 # Limit of the extracted size: per byte of the archive, and at least. Images hardly compress; a bomb does by a thousand
-_MAX_RATIO, _MIN_LIMIT = 100, 10**9
+_MAX_RATIO = 100
+_MIN_LIMIT = 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive
 _READ_ERRORS = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 

@@ -18,7 +18,8 @@ from ..utils.text import read_text, some_of
 
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_TARGET, _INPUT = "target", re.compile(r"input\d*")
+_TARGET = "target"
+_INPUT = re.compile(r"input\d*")
 
 
 def read_caption_folder(folder: Path) -> Dataset | None:

@@ -51,10 +51,14 @@ def check_is_dataset(dataset: Any, name: str, required: Sequence[str] = ()) -> N
 def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool = True, is_list: bool = False) -> None:
     """Check that a column has images, or lists of them, which are decoded on reading unless `decoded` is `False`."""
     feature = inner = dataset.features[column]
-    expected, feature_call, example = "an image", "datasets.Image()", '"a.png"'
+    expected = "an image"
+    feature_call = "datasets.Image()"
+    example = '"a.png"'
     if is_list:
         inner = feature.feature if isinstance(feature, (List, LargeList)) else None
-        expected, feature_call, example = "a list of images", "datasets.List(datasets.Image())", '["a.png", "b.png"]'
+        expected = "a list of images"
+        feature_call = "datasets.List(datasets.Image())"
+        example = '["a.png", "b.png"]'
     if not isinstance(inner, Image) or decoded and not inner.decode:
         raise ValueError(
             f"The column `{column}` of `{name}` has the type {shorten(feature)}, but must be {expected}"

@@ -203,7 +203,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _read_json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     # One list, or any sequence of values: an object per line, or over several lines as `jq` writes them
-    decoder, space, rows, end = json.JSONDecoder(), re.compile(r"\s*"), list[Any](), 0
+    decoder = json.JSONDecoder()
+    space = re.compile(r"\s*")
+    rows = list[Any]()
+    end = 0
     while (start := space.match(text, end).end()) < len(text):  # type: ignore[union-attr]
         try:
             value, end = decoder.raw_decode(text, start)

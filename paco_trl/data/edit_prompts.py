@@ -47,7 +47,8 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     check_references(dataset, name)
     check_values(dataset, name, "prompt", is_text, "an instruction")
     check_values(dataset, name, "layout", lambda layout: layout != SEPARATE, "left out: a row edits one image")
-    row_columns, size = ("prompt", *GRID_COLUMNS), ("height", "width")
+    row_columns = ("prompt", *GRID_COLUMNS)
+    size = ("height", "width")
     for column in size:
         check_values(dataset, name, column, is_size, "a number of pixels")
     columns = [column for column in (*row_columns, *size) if column in names]
@@ -162,7 +163,8 @@ def disjoint_from(dataset: Dataset, benchmark: Dataset) -> Dataset:
     """
     check_edit_columns(dataset, "dataset")
     check_edit_columns(benchmark, "benchmark")
-    sources, benchmark_sources = SourceImages(dataset, "the dataset"), SourceImages(benchmark, "the benchmark")
+    sources = SourceImages(dataset, "the dataset")
+    benchmark_sources = SourceImages(benchmark, "the benchmark")
     sizes = {size for row in range(len(benchmark_sources)) for size in benchmark_sources.sizes(row)}
     pixels = {pixels_sha256(image) for row in range(len(benchmark_sources)) for image in benchmark_sources.load(row)}
     remaining_rows = [

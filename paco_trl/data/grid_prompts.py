@@ -82,7 +82,8 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     Raises:
         ValueError: If the layout is missing, the panel markers do not fit it, or a panel is empty.
     """
-    markers, excerpt = find_markers(prompt), shorten(prompt)
+    markers = find_markers(prompt)
+    excerpt = shorten(prompt)
     theme = prompt[: markers[0].start()].strip() if markers else prompt.strip()
     layout = GRID_LAYOUT.search(theme)
     if layout is None:
@@ -90,7 +91,8 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
             f"The prompt {excerpt} names no `RxC grid layout` before its first panel. Write "
             '"FOUR-PANEL Images with a 2x2 grid layout ...".'
         )
-    rows, cols = int(layout[1]), int(layout[2])
+    rows = int(layout[1])
+    cols = int(layout[2])
     names = [marker[0] for marker in markers]
     # Compare the number first, to build no markers for a grid of a billion panels
     if len(names) != rows * cols or names not in _panel_markers(rows, cols):
@@ -134,7 +136,8 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     """
     if len(panels) != rows * cols:
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Pass {rows * cols}.")
-    theme, panels = theme.strip(), [panel.strip() for panel in panels]
+    theme = theme.strip()
+    panels = [panel.strip() for panel in panels]
     if GRID_LAYOUT.search(theme) is None:
         number_word = _NUMBER_WORDS.get(rows * cols, str(rows * cols))
         theme = f"{number_word}-PANEL Images with a {rows}x{cols} grid layout: {theme}"

@@ -216,10 +216,13 @@ def arrange_sets(dataset: Dataset, layout: str | None) -> Dataset:
 
 
 def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]:
-    count, is_separate = row["rows"] * row["cols"], row.get("layout") == SEPARATE
+    count = row["rows"] * row["cols"]
+    is_separate = row.get("layout") == SEPARATE
     if count == 1 or is_separate == (layout == SEPARATE):
         return row
-    theme, prompt, empty_sizes = row.get("theme") or "", row["prompt"], dict.fromkeys(_SIZE_COLUMNS)
+    theme = row.get("theme") or ""
+    prompt = row["prompt"]
+    empty_sizes = dict.fromkeys(_SIZE_COLUMNS)
     if layout == SEPARATE:
         markers = find_markers(prompt)
         if markers and GRID_LAYOUT.search(prompt) is not None:

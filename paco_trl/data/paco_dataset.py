@@ -57,7 +57,8 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     for name, json_path in zip(names, paths, strict=True):
         for record_number, record in enumerate(read_rows(json_path)):
             try:
-                texts, images = as_turns(record), record.get("images")
+                texts = as_turns(record)
+                images = record.get("images")
                 if not isinstance(images, list) or len(images) != 2:
                     raise ValueError(f"its `images` are {shorten(images)}, but a pair has a list of exactly 2 paths.")
                 rows.append({"images": [finder.find(image) for image in images], **texts, "source": name})

@@ -203,7 +203,9 @@ def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
     has_turns = all(isinstance(dataset.features.get(column), List) for column in ("prompt", "completion"))
     if "images" not in columns or has_turns or not (columns >= {*_COLUMNS} or columns & _TURN_COLUMNS):
         return dataset.remove_columns([*columns & {"image", "messages"}]) if has_turns else dataset
-    texts, rows, broken = [], [], []
+    texts = []
+    rows = []
+    broken = []
     for row_number, row in enumerate(dataset.with_format(None).remove_columns("images")):
         try:
             texts.append(as_turns(row))

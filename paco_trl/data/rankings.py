@@ -145,7 +145,8 @@ def _make_pairs(
 ) -> dict[str, list[Any]]:
     pairs = []
     for row_number, row in zip(rows, batch.to_pylist(), strict=True):
-        best, worst = row["ranking"][:num_positives], row["ranking"][-num_negatives:]
+        best = row["ranking"][:num_positives]
+        worst = row["ranking"][-num_negatives:]
         for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
             pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[row_number], decision))
     return {name: [pair[name] for pair in pairs] for name in names}

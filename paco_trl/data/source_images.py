@@ -52,7 +52,8 @@ class SourceImages:
         # As Arrow, to decode nothing; casting a list of images to `decode=False` would copy all bytes
         self._table = dataset.select_columns(self.column).with_format("arrow")
         self._digests: dict[int, tuple[str, ...]] = {}
-        description, is_quick = f"Reading the headers of the {self._image_type}s of {where}", len(dataset) <= MANY_ROWS
+        description = f"Reading the headers of the {self._image_type}s of {where}"
+        is_quick = len(dataset) <= MANY_ROWS
         rows = tqdm(range(len(dataset)), desc=description, unit="row", disable=is_quick)
         self._sizes = [[self._read_size(*image) for image in self._images(row)] for row in rows]
         counts = [len(sizes) for sizes in self._sizes]

@@ -91,7 +91,8 @@ def _convert_case(name: str, case: dict[str, Any], criteria: list[dict[str, str]
     # The benchmark's code only names `task_name_case_id` and `output_image_count`. The prompt is the text that
     # describes a grid, or the longest one
     texts = sorted((text for text in case.values() if isinstance(text, str)), key=len, reverse=True)
-    grid, count = next(filter(GRID_LAYOUT.search, texts), None), case.get("output_image_count")
+    grid = next(filter(GRID_LAYOUT.search, texts), None)
+    count = case.get("output_image_count")
     if grid is not None:
         parsed_prompt = parse_image_set_prompt(grid)
     elif not texts or type(count) is not int or count < 1:

@@ -135,7 +135,8 @@ class AnnotationWork:
         }
         if instance is None:
             return task
-        row, ranks = self._rows[instance], own_rankings.get(instance)
+        row = self._rows[instance]
+        ranks = own_rankings.get(instance)
         prompt = self._prompts[row["prompt_id"]]
         order = display_order(annotator, instance, len(row["candidates"]))
         return task | {

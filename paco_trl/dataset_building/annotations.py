@@ -70,7 +70,8 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     """Read the ranks of a record. Errors are worded to follow `<file>, line <number>: `."""
     if record.get("skipped") is True:
         return None
-    ranking, ranks = record.get("ranking"), record.get("ranks")
+    ranking = record.get("ranking")
+    ranks = record.get("ranks")
     if ranking is not None:
         ranks = ranks_of_ranking(ranking)
     elif not isinstance(ranks, list) or not all(type(rank) is int and rank >= 1 for rank in ranks):
@@ -87,7 +88,8 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
     for path in paths:
         for line_number, record in read_lines(path):
             try:
-                annotator, instance = check_annotator(record.get("annotator")), record.get("instance")
+                annotator = check_annotator(record.get("annotator"))
+                instance = record.get("instance")
                 if instance not in counts:
                     raise ValueError(f"there is no instance {shorten(instance)}.")
                 if record.get("digest", digests[instance]) != digests[instance]:

@@ -70,7 +70,10 @@ def ask_in_rounds(
         )
 
     texts: dict[Any, list] = {name: [] for name in target_counts}
-    num_requests, rejected, missing_causes, keys = 0, Counter[str](), Counter[str](), set[str]()
+    num_requests = 0
+    rejected = Counter[str]()
+    missing_causes = Counter[str]()
+    keys = set[str]()
     for attempt in range(max_attempts):
         remaining_counts = {
             name: count - len(texts[name]) for name, count in target_counts.items() if count > len(texts[name])

@@ -58,7 +58,8 @@ def dataset_card(
 ) -> DatasetCard:
     """Render the card, without the metadata that `push_to_hub` writes. Sections without content are left out."""
     report = {stage: dict(values) for stage, values in report.items() if values}
-    ranking, prompts = report.get("ranking", {}), report.get("prompts", {})
+    ranking = report.get("ranking", {})
+    prompts = report.get("prompts", {})
     title = repo_id.split("/")[-1]
     generator_text = public_name(generator) if generator else None
     if generator and generator_text == generator:  # a model on the Hub

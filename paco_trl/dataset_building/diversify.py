@@ -50,7 +50,8 @@ def diversify(
         row = int(np.where(is_available, gains, -1).argmax())  # ties by row
         selected.append(row)
         is_available &= similarities[row] < _threshold(duplicate_threshold)
-        before, nearest = nearest, np.maximum(nearest, similarities[row])
+        before = nearest
+        nearest = np.maximum(nearest, similarities[row])
         is_nearer = nearest > before  # (n,)
         for similar, old, new in zip(similarities[is_nearer], before[is_nearer], nearest[is_nearer], strict=True):
             gains -= np.maximum(similar - old, 0) - np.maximum(similar - new, 0)

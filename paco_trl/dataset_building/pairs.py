@@ -46,7 +46,8 @@ def decide_pairs(
     decisions: dict[frozenset[str], Decision] = {}
 
     def add(row: Mapping[str, Any], index: int, yes: int, no: int) -> None:
-        reference, candidate = row["reference"], row["candidates"][index]
+        reference = row["reference"]
+        candidate = row["candidates"][index]
         key = frozenset((reference, candidate))
         earlier = decisions.get(key, Decision(reference, candidate, row["prompt_id"], 0, 0))
         decisions[key] = earlier._replace(yes=earlier.yes + yes, no=earlier.no + no)
@@ -73,7 +74,8 @@ def built_pair_features() -> Features:
 
 def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
     """Build pairs from decisions, without those that have as many votes for Yes as for No."""
-    images, hashes = column_by_id(panels, "image"), column_by_id(panels, "sha256")
+    images = column_by_id(panels, "image")
+    hashes = column_by_id(panels, "sha256")
     majorities = [decision for decision in decisions if decision.yes != decision.no]
     rows = {row["id"]: row for row in prompts.with_format(None)}
     questions = {name: default_question(rows[name]) for name in {decision.prompt_id for decision in majorities}}
@@ -148,7 +150,8 @@ def build_pairs(
     if len(pairs) == 0:
         raise ValueError(f"{len(annotations)} annotations give no pairs: {report}. Rank more instances.")
 
-    texts, paired_prompts = column_by_id(prompts, "prompt"), set(pairs["group"][:])
+    texts = column_by_id(prompts, "prompt")
+    paired_prompts = set(pairs["group"][:])
     images: dict[str, set[str]] = {}
     for name, prompt_id in column_by_id(panels, "prompt_id").items():
         images.setdefault(prompt_id, set()).add(hashes[name])

@@ -140,7 +140,9 @@ def instances_to_rankings(
         features = Features({**features, **column_types(theme="string")})
     rows = []
     for instance in instances.with_format(None):
-        name, prompt_id, candidates = instance["id"], instance["prompt_id"], instance["candidates"]
+        name = instance["id"]
+        prompt_id = instance["prompt_id"]
+        candidates = instance["candidates"]
         if name not in rankings:
             continue
         row = {"theme": None, **prompt_rows[prompt_id], "id": name, "group": prompt_id, "ranking": rankings[name]}

@@ -32,7 +32,8 @@ def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) 
 
     Replaces earlier annotations of the annotator `automatic` in `folder`. Returns the number of instances.
     """
-    seeds, lines = column_by_id(panels, "seed"), []
+    seeds = column_by_id(panels, "seed")
+    lines = []
     for row in instances.with_format(None):
         ranks = [1 if seeds[name] == seeds[row["reference"]] else 2 for name in row["candidates"]]
         record = {"annotator": AUTOMATIC, "instance": row["id"], "ranks": ranks, "digest": row["digest"]}

@@ -94,7 +94,8 @@ def write_reasons(
     names = [name for name in ("prompt", "completion", "dimensions") if name in pairs.column_names]
     rows = dict(zip(ids, pairs.with_format(None).select_columns(names), strict=True))
     for row in rows.values():
-        row["label"], row["dimensions"] = decision_of(row["completion"]), row.get("dimensions") or list(DIMENSIONS)
+        row["label"] = decision_of(row["completion"])
+        row["dimensions"] = row.get("dimensions") or list(DIMENSIONS)
     if unknown := {name for row in rows.values() for name in row["dimensions"]} - set(DIMENSIONS):
         raise ValueError(f"`pairs` has the dimensions {sorted(unknown)}, but must only have {list(DIMENSIONS)}.")
     numbers = {name: number for number, name in enumerate(ids)}
@@ -121,7 +122,8 @@ def write_reasons(
             cause = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
         return ([], Counter([cause])) if cause else ([str(reply.text).strip()], Counter())
 
-    journal, num_texts = folder.journal("reasons"), dict.fromkeys(ids, 1)
+    journal = folder.journal("reasons")
+    num_texts = dict.fromkeys(ids, 1)
     texts_by_pair, report = ask_in_rounds(
         endpoint, journal, "reasons", seed, max_attempts, num_texts, request, read, lambda name, _: name
     )

@@ -67,7 +67,9 @@ VERDICTS: dict[str, dict[str, int | None]] = {
 }
 DIMENSIONS = {"IA": "prompt_following", "VC": "consistency"}
 # From GEditBench v2's code: pixels of the longer side, tokens per answer, and attempts
-_MAX_SIDE, _MAX_TOKENS, _ATTEMPTS = 1024, 2048, 4
+_MAX_SIDE = 1024
+_MAX_TOKENS = 2048
+_ATTEMPTS = 4
 _WINNER = re.compile(r'"winner":\s*"(?:image[ _])?(a|b|tie)"', re.IGNORECASE)
 
 
@@ -210,7 +212,8 @@ def _hits(pair: Sequence[float], winner: int | None) -> tuple[float, float]:
     """Return whether scores agree with people, strictly, and if ties also count."""
     if winner is None:
         return (float(abs(pair[0] - pair[1]) < TIE),) * 2
-    preferred, rejected = pair[winner], pair[1 - winner]
+    preferred = pair[winner]
+    rejected = pair[1 - winner]
     return float(preferred > rejected), float(preferred >= rejected)
 
 
@@ -220,7 +223,8 @@ def _accuracies(
     indices = [index for index, row in enumerate(rows) if row["dimension"] == dimension]
     strict, geq = zip(*(_hits(pairs[index], rows[index].get("winner", 0)) for index in indices), strict=True)
     hits = {"strict": strict, "geq": geq}
-    task_types, groups = [rows[index]["task_type"] for index in indices], [groups[index] for index in indices]
+    task_types = [rows[index]["task_type"] for index in indices]
+    groups = [groups[index] for index in indices]
     strata = task_types if is_macro else None
     accuracy_by_type = {}
     for name, count in sorted(Counter(task_types).items()):
@@ -261,7 +265,9 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
     """
     if benchmark == "mmrb2":
         return _load_mmrb2(Path(path).expanduser())
-    has_files, verdicts, (texts, images) = benchmark == "editreward_compass", VERDICTS[benchmark], LAYOUTS[benchmark]
+    has_files = benchmark == "editreward_compass"
+    verdicts = VERDICTS[benchmark]
+    texts, images = LAYOUTS[benchmark]
     dataset = load_split(path, split, images, config=config).with_format(None)
     if missing := [name for name in texts + images if name not in dataset.column_names]:
         raise ValueError(f"'{path}' has no columns {missing}, only {dataset.column_names}. Check `benchmark`.")
@@ -277,7 +283,8 @@ def load_edit_pairs(benchmark: str, path: str | Path, split: str = "train", conf
                 f"`{texts[1]}` of {shorten(instruction)} in '{path}' is {shorten(verdict)}, not "
                 f"{' or '.join(verdicts)}."
             )
-        labels, row_images = (task_type, "consistency"), []
+        labels = (task_type, "consistency")
+        row_images = []
         if has_files:
             labels = (verdict, DIMENSIONS.get(task_type, task_type))
             row_images = [row["source_image"], [row["winner"], row["loser"]]]
@@ -338,7 +345,9 @@ class ComparingJudge:
     compares = True
 
     def __init__(self, endpoint: ChatEndpoint, template: str | Path):
-        self.endpoint, self.name, self.model_name = endpoint, endpoint.name, public_name(endpoint.model)
+        self.endpoint = endpoint
+        self.name = endpoint.name
+        self.model_name = public_name(endpoint.model)
         self.prompt = yaml.safe_load(read_text(template))
         for key in ("prompt_id", "version", "system_prompt", "user_prompt"):
             if not isinstance(self.prompt, dict) or key not in self.prompt:

@@ -97,7 +97,8 @@ def auroc(scores: Sequence[float], labels: Sequence[int]) -> float:
         `float`: the area, in [0, 1], 0.5 for chance; NaN without pairs of both classes.
     """
     scores, labels = _binary_arrays(scores, labels)
-    positives, negatives = scores[labels], scores[~labels]
+    positives = scores[labels]
+    negatives = scores[~labels]
     if len(positives) == 0 or len(negatives) == 0:
         return math.nan
     statistic = mannwhitneyu(positives, negatives, method="asymptotic").statistic

@@ -121,7 +121,8 @@ def evaluate_rankings(
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 
     def record(item: runs.RecordQuestions, answers: list[float]) -> dict[str, Any]:
-        row, remaining_answers = rows[item.key], iter(answers)
+        row = rows[item.key]
+        remaining_answers = iter(answers)
         answers_by_candidate = [
             [[next(remaining_answers) for _ in texts] for texts in questions[item.key]] for _ in row["ranking"]
         ]

@@ -71,20 +71,25 @@ def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[
 
 
 def _row(entry: dict[str, Any], name: str, has_templates: bool) -> list[str]:
-    settings, unanswered, rows = entry["settings"], entry["num_unanswered"], str(entry["num_instances"])
+    settings = entry["settings"]
+    unanswered = entry["num_unanswered"]
+    rows = str(entry["num_instances"])
     if settings["benchmark"] == "pairs":
-        metrics, dataset = entry["metrics"], str(settings.get("dataset") or settings["dataset_fingerprint"])
+        metrics = entry["metrics"]
+        dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
         cells = [metrics[metric] for metric in ("accuracy", "auroc", "ece")]
         texts = [
             interval_text(cell["mean"], *cell.get("interval", (None, None)), missing="undefined") for cell in cells
         ]
         return [name, dataset, rows, *texts]
     if settings["benchmark"] == "rankings":
-        undefined, num_ties = entry["num_undefined_correlations"], entry["num_ties"]
+        undefined = entry["num_undefined_correlations"]
+        num_ties = entry["num_ties"]
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
         cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
-        dimensions, names = entry["dimensions"], _BENCHMARKS[settings["benchmark"]]["dimensions"]
+        dimensions = entry["dimensions"]
+        names = _BENCHMARKS[settings["benchmark"]]["dimensions"]
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
         cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
     ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
@@ -113,7 +118,8 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
         `list[dict[str, Any]]`: all results in the directory, for [`report_tables`].
     """
     folder = Path(folder)
-    path, tables = folder / "results.json", folder / "results.md"
+    path = folder / "results.json"
+    tables = folder / "results.md"
     entries = read_json(path) if path.exists() else []
     if tables.exists() and not path.exists():
         raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
@@ -137,7 +143,8 @@ def _identity(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _name(entry: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     """Return the scorer's name, with the settings that differ from earlier entries of the same name."""
-    settings, changed_settings = _identity(entry), dict[str, Any]()
+    settings = _identity(entry)
+    changed_settings = dict[str, Any]()
     for previous in entries[: entries.index(entry)]:
         previous_settings = _identity(previous)
         if all(

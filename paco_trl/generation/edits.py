@@ -66,7 +66,8 @@ def generate_edits(
 
     advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
     check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
-    height, width = call_arguments.get("height"), call_arguments.get("width")
+    height = call_arguments.get("height")
+    width = call_arguments.get("width")
     if (height is None) != (width is None):
         raise ValueError(
             f"`height` is {height} and `width` {width}. Pass both, or neither for the size of the row or source."
@@ -85,7 +86,8 @@ def generate_edits(
     def generate(index: int) -> dict[str, "Image"]:
         arguments = call_arguments | _size_arguments(pipeline, rows[index], sources.sizes(index), call_arguments)
         arguments |= {} if negatives[index] is None else {"negative_prompt": negatives[index]}
-        images, noise = sources.load(index), torch.Generator().manual_seed(seed)
+        images = sources.load(index)
+        noise = torch.Generator().manual_seed(seed)
         source = images[0] if len(images) == 1 else images
         return {
             keys[index]: pipeline(image=source, prompt=rows[index]["prompt"], generator=noise, **arguments).images[0]

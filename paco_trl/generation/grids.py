@@ -108,12 +108,14 @@ def generate_grids(
     arguments = ("prompt", "height", "width", "num_images_per_prompt", "generator")
     check_call(pipeline, arguments, "generate grids with given sizes and seeds. Choose a text-to-image pipeline.")
     check_panel_options(panel_template, panel_generation)
-    name, is_anchored = type(pipeline).__name__, panel_generation == "anchored"
+    name = type(pipeline).__name__
+    is_anchored = panel_generation == "anchored"
     family = FAMILIES.get(name, Family)
     check_panel_generation(panel_generation, name, family)
     sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
 
-    ids, references = list(sizes), None
+    ids = list(sizes)
+    references = None
     if "references" in prompts.column_names and family.max_images > 1:  # as in training
         references = SourceImages(prompts, "the prompts", "references")
         check_sources(pipeline, references, ids, is_anchored)

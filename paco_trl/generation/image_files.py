@@ -85,7 +85,8 @@ def negative_prompts_of(
         return [call_arguments.get("negative_prompt")] * len(prompts)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
-    scale, name = call_arguments.get(option, parameters[option].default), type(pipeline).__name__
+    scale = call_arguments.get(option, parameters[option].default)
+    name = type(pipeline).__name__
     family = FAMILIES[name]() if name in FAMILIES and option == "guidance_scale" else None  # which may be distilled
     row_prompts = prompts["negative_prompt"][:]
     for row, negative in enumerate(row_prompts):
@@ -114,8 +115,11 @@ def encoding_ahead(
     if turns is None or encode is None:
         yield
         return
-    cached_prompts, cached_negatives, start = dict[str, Any](), dict[str, Any](), 0
-    signature, settings = inspect.signature(encode), set[str]()
+    cached_prompts = dict[str, Any]()
+    cached_negatives = dict[str, Any]()
+    start = 0
+    signature = inspect.signature(encode)
+    settings = set[str]()
 
     def encode_ahead(*args: Any, **kwargs: Any) -> Any:
         nonlocal start
@@ -129,7 +133,8 @@ def encoding_ahead(
         prompt = arguments["prompt"]
         settings.add(key(""))
         if key(prompt) not in cached_prompts | cached_negatives:
-            cache, batch = cached_prompts, [prompt]
+            cache = cached_prompts
+            batch = [prompt]
             if prompt in upcoming[start:]:
                 start = upcoming.index(prompt, start)
                 # With negative prompts per row, upcoming prompts have other arguments

@@ -258,7 +258,8 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
     if Path(name).is_dir() and checkpoints_of(Path(name)):
         name = str(find_saved_model(Path(name)))
     name = name if revision is None else _download(name, revision)
-    is_whole, peft = _has(name, "transformer/config.json", None), None
+    is_whole = _has(name, "transformer/config.json", None)
+    peft = None
     folder: str | None = name
     if _has(name, "model_index.json", None):
         raise ValueError(f"'{name}' is a pipeline, not an adapter. Pass it as `--model_name_or_path`.")
@@ -340,7 +341,8 @@ def _download(name: str, revision: str) -> str:
     folder, file = split_adapter(name)
     if is_local(folder):
         raise ValueError(f"`revision` is {revision!r}, but '{name}' is on this machine. Leave `revision` out.")
-    patterns, inside = ["*.json", "*.safetensors", "README.md"], os.path.dirname(file or "")
+    patterns = ["*.json", "*.safetensors", "README.md"]
+    inside = os.path.dirname(file or "")
     selected = {"allow_patterns": [os.path.join(inside, pattern) for pattern in patterns]}
     if not inside:
         selected["ignore_patterns"] = ["*checkpoint*/*"]
@@ -356,7 +358,8 @@ class Turns:
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
-        self.device, self._current = device, list[nn.Module]()
+        self.device = device
+        self._current = list[nn.Module]()
         self._memory = cpu_memory(self._current)
         modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
         family = FAMILIES.get(type(pipeline).__name__)
@@ -372,7 +375,8 @@ class Turns:
         """Move a group to the device, and the current one to the CPU."""
         if modules is not self._current:
             to_cpu(self._current, self._memory)
-            self._current, self._memory = modules, cpu_memory(modules)
+            self._current = modules
+            self._memory = cpu_memory(modules)
             for module in modules:
                 module.to(self.device)
 

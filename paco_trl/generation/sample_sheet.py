@@ -28,7 +28,8 @@ def grids_sheet(grids: Dataset, prompts: Dataset, path: str | Path, max_prompts:
     rows_by_prompt: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(grids["prompt_id"][:]):
         rows_by_prompt.setdefault(prompt_id, []).append(row)
-    texts, names = column_by_id(prompts, "prompt"), list(rows_by_prompt)
+    texts = column_by_id(prompts, "prompt")
+    names = list(rows_by_prompt)
     rows = []
     for index in _evenly_spaced(range(len(names)), max_prompts):
         selected_rows = grids.select(rows_by_prompt[names[index]][:_MAX_IMAGES])
@@ -40,7 +41,8 @@ def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
     """Show some pairs, with consistent ones on the left and inconsistent ones on the right."""
     labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
     by_label = ([row for row, label_of_row in enumerate(labels) if label_of_row == label] for label in ("Yes", "No"))
-    rows, (prefix, suffix) = [], theme_question("\0").split("\0")
+    rows = []
+    (prefix, suffix) = theme_question("\0").split("\0")
     for row_numbers in zip_longest(*(_evenly_spaced(label_rows, max_rows) for label_rows in by_label)):
         selected_rows = [pairs[row_number] for row_number in row_numbers if row_number is not None]
         captions = [

@@ -123,8 +123,10 @@ def card_for(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> s
 
 def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     """Return the Hub's metadata of a card."""
-    is_adapter, (library, task) = card.weights == "adapter", card.library_and_task
-    license, base_model = card.license, public_name(card.base_model)
+    is_adapter = card.weights == "adapter"
+    (library, task) = card.library_and_task
+    license = card.license
+    base_model = public_name(card.base_model)
     on_hub = "/" in base_model  # the Hub does not know local models
     results = [EvalResult(task_type=task, **result) for result in _results(card)]
     return ModelCardData(
@@ -146,12 +148,15 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
 
 def _example(card: ImageModelCard) -> dict[str, Any]:
     """Return what the snippets generate: prompts as lines of code, their layout, arguments of the pipeline call."""
-    prompt, layout, arguments = card.prompt, card.layout, card.call
+    prompt = card.prompt
+    layout = card.layout
+    arguments = card.call
     if prompt is None and card.trained_on != "sets":
         prompt = "Paint the car red." if card.trained_on == "edits" else "A red fox in the snow."
     elif prompt is None:  # in the format of the paper's prompts
         row = json.loads(demo_prompts_path().read_text(encoding="utf-8").split("\n", 1)[0])
-        prompt, layout = row["prompt"], [row["rows"], row["cols"]]
+        prompt = row["prompt"]
+        layout = [row["rows"], row["cols"]]
         height, width = card.settings.get("inference_size") or (row["height"], row["width"])
         arguments = {"height": height, "width": width, **arguments}
     # The joined lines are the prompt

@@ -18,7 +18,8 @@ SETTINGS = "paco_trl.json"
 # In a checkpoint, the record of its run and files; in an output directory, the mark of a started run
 RUN_FILE = "run.json"
 # Patterns of what a run writes besides models
-_ROUND, _STEP = "round_" + "[0-9]" * 5, "_step_" + "[0-9]" * 6
+_ROUND = "round_" + "[0-9]" * 5
+_STEP = "_step_" + "[0-9]" * 6
 RUN_OUTPUTS = [
     "curves.csv", "curves.png", f"contact_sheets/{_ROUND}.*", f"contact_sheets/*{_STEP}.*",
     f"contact_sheets/card/{_ROUND}.png", f"contact_sheets/card/[0-9]_{_ROUND}.png",
@@ -76,7 +77,8 @@ def saved_pictures(folder: str | Path) -> set[str] | None:
 def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     """Return an error message about files of these patterns that paco_trl did not write, or `None`."""
     # `paco_trl.json` vouches for the model beside it and the images it lists, a run's record for a run's outputs
-    foreign, pictures = {*select_files(folder, patterns)}, saved_pictures(folder)
+    foreign = {*select_files(folder, patterns)}
+    pictures = saved_pictures(folder)
     if pictures is not None:
         foreign = {name for name in foreign if name.endswith(".png") and name not in pictures}
     has_run = "run" in read_record(Path(folder) / RUN_FILE)

@@ -46,7 +46,10 @@ NUM_EXAMPLES = 6  # packaged prompts to choose from
 _ROLES = ("Base model", "With the adapter")
 _MAX_SEED = 2**31 - 1
 # Limits for visitors, in the fields or in a prompt that names its layout
-MAX_PANELS, MAX_PIXELS, MAX_STEPS, MAX_CHARACTERS = 16, 2304 * 2304, 100, 10_000
+MAX_PANELS = 16
+MAX_PIXELS = 2304 * 2304
+MAX_STEPS = 100
+MAX_CHARACTERS = 10_000
 _ZERO_GPU_SECONDS = 120  # time of a comparison; ZeroGPU's default limit is 60
 (_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
     r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
@@ -66,11 +69,14 @@ class Comparison:
         panel_template: str | None = None,  # prompts of separate images; if `None`, a set is a grid
         panel_generation: str = "independent",
     ):
-        self.pipeline, self.judge, self.panel_size = pipeline, judge, panel_size
+        self.pipeline = pipeline
+        self.judge = judge
+        self.panel_size = panel_size
         self.turns: Turns | None = getattr(pipeline, "turns", None)
         self._judge_models = [] if judge is None or self.turns is None else [judge.model.to("cpu")]
         pipeline.set_progress_bar_config(disable=True)
-        self.family, self.guidance_scale = family_of(pipeline), guidance_scale
+        self.family = family_of(pipeline)
+        self.guidance_scale = guidance_scale
         if self.family.needs_images:
             name = type(pipeline).__name__
             raise ValueError(f"{name} edits a source image, but this app compares image sets generated from text.")
@@ -121,7 +127,9 @@ class Comparison:
     def generate(self, prompt: str, rows: int, cols: int, seed: int, steps: int) -> Iterator[list["Image"]]:
         """Yield the panels of the base model, then the panels with the adapter."""
         self.check(prompt, rows, cols, seed, steps)
-        pipeline, family, texts = self.pipeline, self.family, [prompt]
+        pipeline = self.pipeline
+        family = self.family
+        texts = [prompt]
         if self.panel_template is not None and (parsed := self.parse(prompt)) is not None:
             texts = prompts_of_row({"layout": SEPARATE, **parsed._asdict()}, self.panel_template)
         height, width, *layout = self._image_layout(rows, cols)
@@ -235,7 +243,8 @@ def make_app(
             raise gr.Error(f"The comparison failed ({error_type}). Choose fewer panels, or see the log.") from error
 
     rows, cols = layout if (first := comparison.parse(prompts[0])) is None else (first.rows, first.cols)
-    is_set, is_separate = rows * cols > 1, comparison.panel_template is not None
+    is_set = rows * cols > 1
+    is_separate = comparison.panel_template is not None
     base, adapter = (html.escape(name) for name in names)
     with gr.Blocks(title=title, analytics_enabled=False) as app:
         gr.Markdown(

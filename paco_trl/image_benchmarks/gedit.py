@@ -104,7 +104,8 @@ def score_edits(
 
     def request(name: str, attempt: int) -> ChatRequest:
         kind, _, key = name.partition("/")
-        row, question = row_by_key[key], prompting.questions[kind]
+        row = row_by_key[key]
+        question = prompting.questions[kind]
         file = cast(Path, edits.sets[key].files[0])
         if kind == "semantic":
             question = question.replace(PLACEHOLDER, instructions[row])  # not `format`, which would read braces
@@ -156,7 +157,8 @@ def _query(
     if not (names := store.pending):
         return
     endpoint.check()
-    num_replies, is_readable = 0, not store.is_new
+    num_replies = 0
+    is_readable = not store.is_new
     title = f"Querying {endpoint.model} about edits"
     with tqdm(total=len(names), desc=title, unit="question", disable=not store.is_main_process) as bar:
         for attempt in range(max_attempts):
@@ -188,7 +190,8 @@ def _query(
 
 def _digests(prompts: Dataset, sources: SourceImages, edits: SystemImages) -> dict[str, str]:
     """Digest the subject of each question (`"semantic/<key>"`, `"quality/<key>"`), except for missing edits."""
-    instructions, edit_digests = prompts.with_format(None)["prompt"][:], {}
+    instructions = prompts.with_format(None)["prompt"][:]
+    edit_digests = {}
     for row, key in enumerate(edit_keys(prompts)):
         if (file := edits.sets[key].files[0]) is not None:
             edit_digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -245,7 +248,8 @@ def gedit_results(
         `dict[str, Any]`: all results as JSON values, for [`save_generation_report`].
     """
     check_gedit_prompts(prompts)
-    sources, prompts = SourceImages(prompts, "the prompts"), prompts.with_format(None)
+    sources = SourceImages(prompts, "the prompts")
+    prompts = prompts.with_format(None)
     runs = [
         read_scores(system.folder, _digests(prompts, sources, system.images), benchmark=BENCHMARK, protocol=protocol)
         for system in systems
@@ -270,7 +274,8 @@ def gedit_results(
         ]
         suffix = f", judge: {judge}" * (len(rubrics) > 1)
         judge_tables, judge_breakdowns = _tables(judge, values, rows, seed, suffix)
-        tables, breakdown_tables = tables + judge_tables, breakdown_tables + judge_breakdowns
+        tables = tables + judge_tables
+        breakdown_tables = breakdown_tables + judge_breakdowns
     unanswered_keys = [
         {
             judge: [key for key, score in judge_scores.items() if score is None]

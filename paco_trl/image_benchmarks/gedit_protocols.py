@@ -154,7 +154,9 @@ def _with_quotes(text: str) -> str:
     """Quote names and texts, and wrap single numbers in lists."""
 
     def quote(match: re.Match) -> str:
-        name, value, end = match[1], match[2].strip(), match[3]
+        name = match[1]
+        value = match[2].strip()
+        end = match[3]
         if re.fullmatch(r"-?\d+(\.\d+)?", value):
             value = f"[{value}]"
         elif value.lower() not in ("true", "false", "null"):

@@ -98,7 +98,8 @@ def find_generated_sets(
     sets = {}
     for row in _layouts(benchmark):
         for seed in seeds:
-            path, key = Path(folder) / file_name(row["id"]) / f"{seed}.png", f"{row['id']}/{seed}"
+            path = Path(folder) / file_name(row["id"]) / f"{seed}.png"
+            key = f"{row['id']}/{seed}"
             sets[key] = ImageSet(key, row["id"], seed, row["rows"], row["cols"], (path if path.is_file() else None,))
     return _check_sizes(sets, benchmark, height, width)
 
@@ -120,11 +121,13 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
     Returns:
         [`SystemImages`].
     """
-    files, rows = _image_files(Path(folder)), _layouts(benchmark)
+    files = _image_files(Path(folder))
+    rows = _layouts(benchmark)
     columns = [name for name in ("id", "case_id") if name in benchmark.column_names]
     matches_by_column = {column: _match(files, [row[column] for row in rows]) for column in columns}
     column = max(columns, key=lambda name: len(matches_by_column[name]))
-    matches, counts = matches_by_column[column], {row[column]: row["rows"] * row["cols"] for row in rows}
+    matches = matches_by_column[column]
+    counts = {row[column]: row["rows"] * row["cols"] for row in rows}
     if not matches:
         raise ValueError(
             f"None of the {len(files)} images directly in {folder} belongs to a prompt. Name a grid `<id>.png` and a "
@@ -142,7 +145,9 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
         raise ValueError(f"Panels in {folder} are numbered neither from 0 nor to the last. Add a first or last one.")
     sets = {}
     for row in rows:
-        panel_files, count, key = images.get(row[column], {}), row["rows"] * row["cols"], f"{row['id']}/0"
+        panel_files = images.get(row[column], {})
+        count = row["rows"] * row["cols"]
+        key = f"{row['id']}/0"
         numbers = range(first_number, first_number + count) if panel_files.keys() - {None} else [None]
         if extra_files := [path for number, path in panel_files.items() if number not in numbers]:
             raise ValueError(
@@ -196,7 +201,8 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
                 raise ValueError(f"{edits[key]} and {path} are both edits of {key!r}. Keep one of them.")
             image_file_size(path)  # detects unreadable files before a judge is queried
     if missing := [key for key in rows if key not in edits]:
-        where, name = _directories(folder, rows[missing[0]]), file_name(rows[missing[0]]["id"])
+        where = _directories(folder, rows[missing[0]])
+        name = file_name(rows[missing[0]]["id"])
         message = (
             f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was "
             f"searched as {name}.png directly in {', '.join(map(str, where))}."
@@ -313,7 +319,8 @@ def write_panel_files(images: SystemImages, benchmark: Dataset, folder: str | Pa
         for panel_number, panel in enumerate(set_.panels()):
             if panel is not None:
                 # `file_name` encodes names that would leave the directory
-                name, shots = file_name(names[key]), rows[set_.prompt_id].get("shots")
+                name = file_name(names[key])
+                shots = rows[set_.prompt_id].get("shots")
                 # With a constant time, so that the same call writes the same files
                 story = f"{_STORY_RUN}/{name}/shots/shot_{shots[panel_number]:02}.png" if shots is not None else None
                 paths.append(Path(folder) / (story or f"{name}_{panel_number:04}.png"))

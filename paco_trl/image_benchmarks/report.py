@@ -59,7 +59,8 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     Returns:
         `dict[str, Path]`: the files `json`, `markdown` and `html`.
     """
-    results, folder = public_results(results), Path(os.path.abspath(output_dir))
+    results = public_results(results)
+    folder = Path(os.path.abspath(output_dir))
     page = _report_page(results, num_shown)
 
     def relative(path: str | None) -> str | None:
@@ -104,7 +105,8 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 def _render_report(results: dict[str, Any]) -> Any:
     """Render a report as a Markdown module: its text, with the attributes `alerts`, `facts`, `sections` and `card`."""
     systems = results["systems"]
-    names, is_paired = list(map(system_name, systems)), len(systems) > 1
+    names = list(map(system_name, systems))
+    is_paired = len(systems) > 1
     count_names, setting_names = (
         {name: None for system in systems for name in system[field]} for field in ("counts", "settings")
     )
@@ -114,8 +116,10 @@ def _render_report(results: dict[str, Any]) -> Any:
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         settings.append([name, *texts, *["differs" if values[0] != values[-1] else ""] * is_paired])
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    table, grid = partial(metric_table, names=names), lambda rows: markdown_table(rows[0], rows[1:])
-    environment.filters |= {"line": markdown_text, "table": table, "grid": grid}
+    table = partial(metric_table, names=names)
+    environment.filters |= {
+        "line": markdown_text, "table": table, "grid": lambda rows: markdown_table(rows[0], rows[1:]),
+    }  # fmt: skip
     template = environment.from_string(read_template("generation_report.md.jinja"))
     return template.make_module({
         "results": results, "settings": settings, "title": report_title(results),
@@ -129,9 +133,11 @@ def _render_report(results: dict[str, Any]) -> Any:
 
 def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
     """Format a table of metrics with its title, for systems of these `names`."""
-    rows, is_paired = [], len(names) > 1
+    rows = []
+    is_paired = len(names) > 1
     for row in table["rows"]:
-        cells, change = row["cells"], row["difference"]
+        cells = row["cells"]
+        change = row["difference"]
         counts = [str(cell["count"]) for cell in [*cells, *[change] * is_paired]]
         label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
         label += " (lower is better)" * (not row["higher_is_better"])
@@ -202,7 +208,8 @@ def _report_page(results: dict[str, Any], num_shown: int) -> str:
         name: [_gallery_set(results, results["sets"][number], labels, load) for number in numbers]
         for name, numbers in choose_sets(results, num_shown).items()
     }
-    environment, report = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), _render_report(results)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    report = _render_report(results)
     environment.filters |= {"html": _html, "number": number_text}
     return environment.from_string(read_template("generation_report.html.jinja")).render(
         title=report_title(results),
@@ -294,11 +301,13 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     Returns:
         `Path`: the card.
     """
-    card_path, results = check_card(card_path), public_results(results)
+    card_path = check_card(card_path)
+    results = public_results(results)
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(f"The results are of {', '.join(roles)}, but a card needs results of a 'tuned' system.")
-    card, name = ModelCard.load(card_path), benchmark_name(results)
+    card = ModelCard.load(card_path)
+    name = benchmark_name(results)
     default_task = "image-to-image" if results["benchmark"] == "GEdit-Bench" else "text-to-image"
     new = _eval_results(results, roles.index("tuned"), card.data.pipeline_tag or default_task)
     replaced = {(result.dataset_name, result.dataset_config) for result in new}
@@ -309,7 +318,8 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     if card.data.model_name is None:
         saved_card = load_settings(card_path.parent)
         card.data.model_name = saved_card.title if saved_card else card_path.absolute().parent.name
-    begin, end = f"<!-- results of {name} -->", f"<!-- end of the results of {name} -->"
+    begin = f"<!-- results of {name} -->"
+    end = f"<!-- end of the results of {name} -->"
     section = f"{begin}\n\n## {name}\n\n{_render_report(results).card()}{end}"
     text_before, has_start, remaining_text = card.text.partition(begin)
     _, has_end, text_after = remaining_text.partition(end)

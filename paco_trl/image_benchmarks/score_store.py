@@ -55,10 +55,12 @@ class ScoreStore:
         from accelerate import PartialState
         from accelerate.utils import gather_object
 
-        process, self.earlier = PartialState(), self.read()
+        process = PartialState()
+        self.earlier = self.read()
         gather_object([None])  # wait until all processes have read before any writes
         missing = [key for key in self.digests if self.earlier.get(key, {"incomplete": True})["incomplete"]]
-        self.is_main_process, self.is_new = process.is_main_process, len(missing) == len(self.digests)
+        self.is_main_process = process.is_main_process
+        self.is_new = len(missing) == len(self.digests)
         self.pending = missing[process.process_index :: process.num_processes]
         self._journal = Journal(self.folder / f"{self.name}.{process.process_index}.jsonl", self.settings)
 

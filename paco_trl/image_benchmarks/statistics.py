@@ -67,7 +67,8 @@ def cell(
     index_of = {prompt: index for index, prompt in enumerate(prompts)}
     stratum_of = {label: index for index, label in enumerate(labels)}
     shape = (len(parts), len(labels), len(prompts))
-    sums, counts = np.zeros(shape), np.zeros(shape)
+    sums = np.zeros(shape)
+    counts = np.zeros(shape)
     for part, values in enumerate(parts):
         for unit, value in values.items():
             if not math.isnan(value):

@@ -150,9 +150,11 @@ def dimension_score(
 def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
     cases = read_json(path)
     case_ids = dataset["case_id"][:] if "case_id" in dataset.column_names else [None] * len(dataset)
-    column, missing_cases = list[list](), []
+    column = list[list]()
+    missing_cases = []
     for name, case_id, rows, cols in zip(dataset["id"], case_ids, dataset["rows"], dataset["cols"], strict=True):
-        case, case_name = cases.get(case_id) or cases.get(name), case_id or name
+        case = cases.get(case_id) or cases.get(name)
+        case_name = case_id or name
         if case is None:
             missing_cases.append(case_name)
             continue
@@ -210,7 +212,8 @@ def score_consistency(
     side = round(SIDE / (2 * patch)) * 2 * patch
 
     def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
-        pairs, criteria = _pairs(panels), consistency_criteria(row)
+        pairs = _pairs(panels)
+        criteria = consistency_criteria(row)
         resized_panels = [
             panel and panel.resize((side, side)) for panel in panels
         ]  # with Pillow's default filter, like `qwen_vl_utils`
@@ -353,7 +356,8 @@ def _score(
             ):
                 questions = [question for _, set_questions, _ in batch for question in set_questions]
                 scores = query(*map(list, zip(*questions, strict=True))) if questions else []
-                answers, records = iter(_check_scores(kind, scorer.name, scores, len(questions))), []
+                answers = iter(_check_scores(kind, scorer.name, scores, len(questions)))
+                records = []
                 for key, set_questions, scoring in batch:
                     set_answers = list(islice(answers, len(set_questions)))
                     records.append({"key": key, **scoring.send(iter(set_answers)), "incomplete": None in set_answers})

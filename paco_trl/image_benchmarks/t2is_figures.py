@@ -125,7 +125,8 @@ def _read(system: System, benchmark: Dataset) -> list[Scores]:
     scores = read_scores(system.folder, system.images.digests)
     kinds = [run.settings["kind"] for run in scores]
     for run in scores:
-        kind, columns = run.settings["kind"], bench.COLUMNS[run.settings["kind"]]
+        kind = run.settings["kind"]
+        columns = bench.COLUMNS[run.settings["kind"]]
         has_all = set(columns) <= set(benchmark.column_names)
         if not has_all or run.settings["benchmark"] != dataset_fingerprint(benchmark, columns):
             raise ValueError(
@@ -148,8 +149,10 @@ def _values(
     values: _Metrics = {}
     for kind, key, record in ((run.settings["kind"], *item) for run in scores for item in run.records.items()):
         metrics = {name: values.setdefault(name, {}) for name in groups.get(kind, [kind])}
-        image_set, raw_scores = sets[key], record["scores"]
-        unit, panels = (image_set.prompt_id, image_set.seed), image_set.rows * image_set.cols
+        image_set = sets[key]
+        raw_scores = record["scores"]
+        unit = (image_set.prompt_id, image_set.seed)
+        panels = image_set.rows * image_set.cols
         if kind == "consistency":
             for name, set_values in metrics.items():
                 score = bench.dimension_score(raw_scores.get(name, []), panels * (panels - 1) // 2, protocol)
@@ -183,7 +186,8 @@ def _lines(judge: str, names: Mapping[str, Sequence[str]]) -> list[Line]:
         lines += [Line(name, label, "dimension", scorer, [name]) for name, label in dimensions.items()]
         lines.append(Line(group, title, "group", scorer, list(dimensions)))
     weights = " + ".join(f"{weight:g} {name}" for name, weight in bench.WEIGHTS.items())
-    parts, part_weights = list(bench.DIMENSION_WEIGHTS), list(bench.DIMENSION_WEIGHTS.values())
+    parts = list(bench.DIMENSION_WEIGHTS)
+    part_weights = list(bench.DIMENSION_WEIGHTS.values())
     lines.append(Line("average", f"Weighted average ({weights})", "average", f"judge {judge}", parts, part_weights))
     return [*lines, Line("duplicates", "Duplicate rate", "other", scorers.get("duplicates", ""), ["duplicates"])]
 
@@ -197,7 +201,8 @@ def _set_scores(
         for unit, value in unit_values.items():
             metric_values = values.setdefault(unit[:2], {}).setdefault(name, [])
             metric_values += [] if math.isnan(value) else [value]
-    scores_by_set, gaps = {}, {run.settings["kind"]: run.gaps for run in judge_runs}
+    scores_by_set = {}
+    gaps = {run.settings["kind"]: run.gaps for run in judge_runs}
     for key, image_set in system.images.sets.items():
         values_by_metric = values.get((image_set.prompt_id, image_set.seed), {})
         scores: dict[str, float | None] = {

@@ -95,7 +95,9 @@ class ImageRun:
         self, model: str, args: PaCoGRPOConfig, peft_config: Any, train_dataset: Dataset, eval_dataset: Dataset | None,
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
-        self.args, self.mode, self.weights_bytes = args, PlanMode(), functools.cache(weights_bytes)
+        self.args = args
+        self.mode = PlanMode()
+        self.weights_bytes = functools.cache(weights_bytes)
         self._read_rewards(reward_models, judge_quantization)
         self._load(model, peft_config)
         self._read_prompts(train_dataset, eval_dataset)
@@ -106,14 +108,18 @@ class ImageRun:
         }  # fmt: skip
 
     def _load(self, model: str, peft_config: Any) -> None:
-        args, init = self.args, self.args.model_init_kwargs or {}
+        args = self.args
+        init = self.args.model_init_kwargs or {}
         dtype = torch.bfloat16 if args.bf16 else torch.float32
-        is_deepspeed, is_continued = args.deepspeed_plugin is not None, isinstance(peft_config, SavedAdapter | str)
+        is_deepspeed = args.deepspeed_plugin is not None
+        is_continued = isinstance(peft_config, SavedAdapter | str)
         self.training_precision = functools.partial(training_precision, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
         pipeline = load_without_weights(model, dtypes, **hub_arguments(init))
         transformer, components = pipeline.transformer, pipeline.components
-        self.pipeline, self.family, self.transformer = pipeline, family_of(pipeline), transformer
+        self.pipeline = pipeline
+        self.family = family_of(pipeline)
+        self.transformer = transformer
         self.signature = inspect.signature(transformer.forward)
         if is_continued:
             peft_config = read_peft_config(peft_config, model, init).config
@@ -129,7 +135,8 @@ class ImageRun:
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self.num_trained, self.element_size = sum(w.numel() for w in weights), weights[0].element_size()
+        self.num_trained = sum(w.numel() for w in weights)
+        self.element_size = weights[0].element_size()
         self.reference_bytes = 0
         if args.has_reference and peft_config is None:
             self.reference_bytes = sum(p.numel() for p in transformer.parameters()) * dtype.itemsize
@@ -157,7 +164,8 @@ class ImageRun:
         )
 
     def _read_rewards(self, models: Sequence[str], quantization: str | None) -> None:
-        self.judges, self.clip_bytes = list[JudgeNetwork](), 0
+        self.judges = list[JudgeNetwork]()
+        self.clip_bytes = 0
         make = functools.cache(lambda base: JudgeNetwork(base, quantization))
         for config in map(read_judge_config, models):
             if isinstance(config, CLIPConfig):
@@ -307,7 +315,9 @@ class ImageRun:
         return {"activations of the judge": max(peaks, default=0)}
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
-        args, image, eval_image = self.args, self.image, self.eval_image
+        args = self.args
+        image = self.image
+        eval_image = self.eval_image
         step, decoding = self._generation_peaks(plan, image, plan.batch_size * args.round_plan.num_merged_batches)
         evaluating = max(self._generation_peaks(plan, eval_image, args.per_device_eval_batch_size))
         training = extrapolate(self.training_peak, plan.batch_size, plan.gradient_checkpointing, plan.quantization)
@@ -323,7 +333,8 @@ class ImageRun:
         if plan.offload_rewards:
             visit = always | {"rewards": self._rewards_bytes(plan)}
             eval_visit = visit | {"replaced weights": evaluation["replaced weights"]} | eval_judging
-            scoring, evaluation = visit | judging, largest_turn(evaluation | {"activations": evaluating}, eval_visit)
+            scoring = visit | judging
+            evaluation = largest_turn(evaluation | {"activations": evaluating}, eval_visit)
         else:
             scoring = rollout | {"activations": max(step, decoding)} | judging
             evaluation |= {"activations": evaluating} | eval_judging
@@ -337,7 +348,8 @@ class ImageRun:
         }
         if self.evaluates:
             device["evaluate"] = evaluation
-        loading, running = self._host_memory(plan, is_loading=True), self._host_memory(plan)
+        loading = self._host_memory(plan, is_loading=True)
+        running = self._host_memory(plan)
         return [
             Phase(name, uses, *(loading if name in ("load", "encode") else running)) for name, uses in device.items()
         ]
@@ -357,7 +369,8 @@ class ImageRun:
 
     def _generating(self, plan: MemoryPlan, always: dict[str, int], uses_average: bool) -> dict[str, int]:
         """Return the device while images are generated, besides activations."""
-        trained_bytes, num_shards = self.element_size * self.num_trained, plan.num_shards(3)
+        trained_bytes = self.element_size * self.num_trained
+        num_shards = plan.num_shards(3)
         gathers = num_shards > 1 and self.args.ds3_gather_for_generation
         return always | {
             "gathered weights": gathers * (self._frozen_bytes(plan, self.model) + trained_bytes),

@@ -44,7 +44,9 @@ class JudgeNetwork:
         dtype: torch.dtype = torch.bfloat16,
         peft_config: LoraConfig | None = None,
     ):
-        self.mode, self.quantization, self.dtype = PlanMode(), quantization, dtype
+        self.mode = PlanMode()
+        self.quantization = quantization
+        self.dtype = dtype
         with init_empty_weights():
             config = read_judge_config(model)
             self.network = AutoModelForImageTextToText.from_config(config, dtype=self.dtype).requires_grad_(False)
@@ -55,7 +57,8 @@ class JudgeNetwork:
 
     @cached_method
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
-        decoder, width = self.network.get_decoder(), self.network.config.get_text_config().hidden_size
+        decoder = self.network.get_decoder()
+        width = self.network.config.get_text_config().hidden_size
         getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
         with self.mode, training_precision(self.dtype, trains):
             embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)

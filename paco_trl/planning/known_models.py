@@ -59,6 +59,7 @@ def _build_tokenizer(class_name: str) -> PreTrainedTokenizerBase | ProcessorMixi
     tokenizer.chat_template = "{{ messages[0].content }}"
     if class_name == "Qwen2VLProcessor":
         size = {"shortest_edge": 56**2, "longest_edge": 16384 * 28**2}
-        images, videos = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size)
+        images = Qwen2VLImageProcessor(size=size)
+        videos = Qwen2VLVideoProcessor(size=size)
         return Qwen2VLProcessor(images, tokenizer, videos, tokenizer.chat_template)
     return tokenizer

@@ -146,7 +146,8 @@ def dequantize_in_forward(module: nn.Module, quantization: str | None) -> Iterat
 @contextmanager
 def skip_equal_blocks(model: nn.Module) -> Iterator[list[tuple[list[nn.Module], int]]]:
     """Leave out all but three of each run of equal blocks; yield the second, the third, and the number left out."""
-    skipped_runs, block_types = [], getattr(model, "_no_split_modules", None) or ()
+    skipped_runs = []
+    block_types = getattr(model, "_no_split_modules", None) or ()
     lists = [(name, blocks) for name, blocks in model.named_modules() if isinstance(blocks, nn.ModuleList)]
     with ExitStack() as stack:
         for name, blocks in lists:

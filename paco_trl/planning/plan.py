@@ -197,7 +197,8 @@ def training_memory(
     # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
     # stage 2, and weights from stage 3.
     is_deepspeed = plan.zero_stage is not None
-    float32_bytes, bytes_per_weight = FLOAT32 * num_trained, optimizer_bytes(optim)
+    float32_bytes = FLOAT32 * num_trained
+    bytes_per_weight = optimizer_bytes(optim)
     states = int(num_trained * (2 * FLOAT32 if bytes_per_weight is None else bytes_per_weight))
     masters = float32_bytes // plan.num_shards(1) if is_deepspeed else 0
     always = {

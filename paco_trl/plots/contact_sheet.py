@@ -60,7 +60,8 @@ def render_sheet(
     apart = 3 * gap if is_wide else gap  # sets are farther from each other than the images in them
     if width is not None:
         cell = min((width - gap * (1 + len(blocks))) // sum(map(len, blocks)) - apart for _, blocks in rows)
-    highest, cell = cell * 3 // 2, cell * columns
+    highest = cell * 3 // 2
+    cell = cell * columns
     width = gap + max(sum(len(block) * (cell + apart) + gap for block in blocks) for _, blocks in rows)
     rows = [*[(heading, [])] * bool(heading), *rows]
     strips = [Image.new("RGB", (width, gap), "white")]
@@ -71,14 +72,16 @@ def render_sheet(
 def _render_row(
     text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, highest: int, letter: int, apart: int
 ) -> Image.Image:
-    gap, line = letter * 2 // 3, letter * 3 // 2
+    gap = letter * 2 // 3
+    line = letter * 3 // 2
     lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
     shown = [[(image and _scale(image, cell, highest), caption) for image, caption in block] for block in blocks]
     cells = sum(shown, [])
     below = len(lines) * line + max((image.height for image, _ in cells if image), default=0)
     num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
     strip = Image.new("RGB", (width, below + num_captions * line + gap), "white")
-    draw, left = ImageDraw.Draw(strip), gap
+    draw = ImageDraw.Draw(strip)
+    left = gap
     for line_number, part in enumerate(lines):
         draw.text((gap, line_number * line), part, "black", _font(part, letter))
     for block in shown:

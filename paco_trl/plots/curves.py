@@ -73,7 +73,8 @@ class CurvesCallback(TrainerCallback):
         # Before the first step they would replace those of an earlier run
         if not state.is_world_process_zero or not any(entry["step"] for entry in state.log_history):
             return
-        table, folder = history_table(state.log_history), Path(args.output_dir)
+        table = history_table(state.log_history)
+        folder = Path(args.output_dir)
         text = table.to_csv(index=False, lineterminator="\n")
         _unless_full(lambda: write_atomically(folder / "curves.csv", text, durable=False))
         if self._plot:

@@ -48,11 +48,14 @@ def plot_wrong_pairs(
     rows: np.ndarray, p_yes: np.ndarray, is_yes: np.ndarray, dataset: Dataset, processor: ProcessorMixin, title: str
 ) -> Image.Image:
     """Show the pairs of a dataset with the largest errors; `rows`, `p_yes` and `is_yes` are of shape `(N,)`."""
-    num_wrong, shown = int(((p_yes > 0.5) != (is_yes == 1)).sum()), []
+    num_wrong = int(((p_yes > 0.5) != (is_yes == 1)).sum())
+    shown = []
     for index in np.argsort(-np.abs(p_yes - is_yes), kind="stable")[:MAX_PAIRS]:
-        row, where = dataset[int(rows[index])], f"row {rows[index]}"
+        row = dataset[int(rows[index])]
+        where = f"row {rows[index]}"
         images = [load_image(image, patch_size_of(processor), f"An image of {where}") for image in row["images"]]
-        says, label = ("Yes" if p_yes[index] > 0.5 else "No"), ("Yes" if is_yes[index] == 1 else "No")
+        says = "Yes" if p_yes[index] > 0.5 else "No"
+        label = "Yes" if is_yes[index] == 1 else "No"
         verdict = f"{where}: says {says}, P(Yes) = {p_yes[index]:.3f}; labeled {label}"
         question = content_text(row["prompt"][-1]["content"]) or ""
         shown.append((f"{verdict}\n{question}", [[(thumbnail(image), "") for image in images]]))

@@ -80,7 +80,8 @@ def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     NaN stays, and does not count as an opponent.
     """
     grouped = rewards.reshape(-1, num_generations, *rewards.shape[1:])  # (N / G, G, K)
-    reward, other_reward = grouped.unsqueeze(2), grouped.unsqueeze(1)
+    reward = grouped.unsqueeze(2)
+    other_reward = grouped.unsqueeze(1)
     wins = ((reward > other_reward) + (reward == other_reward) / 2).sum(dim=2).to(rewards.dtype)  # (N / G, G, K)
     count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True) - 1  # (N / G, 1, K)
     rates = (wins - 0.5) / count.clamp(min=1)  # minus each value's tie with itself
@@ -194,7 +195,8 @@ def aggregate_rewards(
         raise ValueError(f"`num_generations` is None, but {reason} groups of consecutive rows. Pass it.")
 
     has_weight = weights != 0  # (K,)
-    h, tamed = coefficient_of_variation(rewards), [False] * len(weights)
+    h = coefficient_of_variation(rewards)
+    tamed = [False] * len(weights)
     delta = taming_threshold([h_k for h_k, counts in zip(h, has_weight.tolist(), strict=True) if counts], threshold)
 
     if method == "normalize_then_sum":
@@ -218,7 +220,8 @@ def aggregate_rewards(
     if optional.any():
         rewards = neutralize_gaps(rewards, optional, cast(int, num_generations), neutral=1.0 if is_product else 0.0)
     # Drop columns of weight 0: 0 * NaN is NaN
-    rewards, weights = rewards[:, has_weight], weights[has_weight]
+    rewards = rewards[:, has_weight]
+    weights = weights[has_weight]
     if is_product:  # exp(sum_k w_k log R_k / sum_k w_k)
         aggregate = torch.exp((weights * torch.log(rewards)).sum(dim=1) / weights.sum())  # (N,)
     else:

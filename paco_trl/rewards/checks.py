@@ -89,7 +89,8 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
     if reserved := sorted(_TRAINER_ARGUMENTS & set(dataset.column_names)):
         raise ValueError(f"The trainer passes {', '.join(reserved)} to rewards. Rename these columns of {where}.")
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        name, min_panels = get_callable_name(function), getattr(function, "min_panels", 1)
+        name = get_callable_name(function)
+        min_panels = getattr(function, "min_panels", 1)
         # Rows without a layout, such as editing prompts, have one panel
         layouts = [
             [count or 1 for count in dataset[side]] if side in dataset.column_names else [1] * len(dataset)

@@ -159,7 +159,8 @@ class ClipTReward(ClipEmbedder):
     ) -> list[float]:
         """Return one score per completion: the mean similarity of its `panel_images` to their texts in `panels`."""
         if panels is None and not self.needed_columns:
-            panels, panel_images = [[prompt] for prompt in prompts], [[image] for image in completions]
+            panels = [[prompt] for prompt in prompts]
+            panel_images = [[image] for image in completions]
         panels = column_of(panels, "panels", len(completions), f"`{type(self).__name__}`")
         panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
         for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):

@@ -10,7 +10,8 @@ class RewardError(RuntimeError):
 
 def wrap_reward_error(name: str, error: BaseException, caller: str) -> RewardError:
     """Wrap a reward's error to name the reward; drop the leading traceback frames of the caller and of imports."""
-    frame, skipped_files = error.__traceback__, (caller, importlib.__file__, "<frozen importlib")
+    frame = error.__traceback__
+    skipped_files = (caller, importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(skipped_files):
         frame = frame.tb_next
     error.__traceback__ = frame

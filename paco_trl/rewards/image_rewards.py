@@ -103,7 +103,8 @@ def edge_profile(image: Image.Image, bands: int) -> np.ndarray:
 def line_strength(profile: np.ndarray, position: float, tolerance: float, start: float, complete: float) -> float:
     """Return how complete a line is at the best column near its position: 0 up to `start`, 1 from `complete`."""
     width = len(profile) + 1
-    center, reach = position * width - 0.5, max(tolerance * width, 1.5)
+    center = position * width - 0.5
+    reach = max(tolerance * width, 1.5)
     fraction = profile[max(round(center - reach), 0) : round(center + reach) + 1].max()
     return float(np.clip((fraction - start) / (complete - start), 0, 1))
 
@@ -204,7 +205,8 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> float:
     # small shifts and noise do not count. Only the largest hundredth of the differences is averaged: the mean over the
     # full panel would measure how much background the panels share. The 1e-6 avoids 0 / 0 for black panels
     gain = np.clip((second.mean() + 1e-6) / (first.mean() + 1e-6), 1 / MAX_GAIN, MAX_GAIN)
-    first, second = first * gain**0.5, second / gain**0.5
+    first = first * gain**0.5
+    second = second / gain**0.5
     outside = np.maximum(_outside_of_range(first, second), _outside_of_range(second, first)).max(axis=-1)  # (64, 64)
     differences = np.sort(np.clip(outside - COLOR_TOLERANCE, 0, 1), axis=None)
     return float(1 - differences[-round(TOP_SHARE * differences.size) :].mean())
@@ -268,11 +270,13 @@ class OcrReward:
 
 def readability(text: str, ocr_text: str) -> float:
     """Return 1 minus the smallest edit distance between a text and any part of the OCR result, per character."""
-    expected, letters = _letters(text), _letters(ocr_text)
+    expected = _letters(text)
+    letters = _letters(ocr_text)
     # Levenshtein distance of the best substring: https://en.wikipedia.org/wiki/Approximate_string_matching
     row = [0] * (len(letters) + 1)
     for count, letter in enumerate(expected, start=1):
-        above, row = row, [count]
+        above = row
+        row = [count]
         for column, other_letter in enumerate(letters, start=1):
             row.append(min(above[column - 1] + (letter != other_letter), above[column] + 1, row[-1] + 1))
     return 1 - min(row) / len(expected)

@@ -21,7 +21,8 @@ def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
     thumbnail.thumbnail((_STATISTICS_SIDE, _STATISTICS_SIDE), Image.Resampling.BOX)
     pixels = np.asarray(thumbnail, dtype=np.float32) / 255  # (H, W, 3)
     gray = pixels.mean(axis=-1)
-    down, right = np.abs(np.diff(gray, axis=0)), np.abs(np.diff(gray, axis=1))
+    down = np.abs(np.diff(gray, axis=0))
+    right = np.abs(np.diff(gray, axis=1))
     levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
     shares = np.unique(levels, return_counts=True)[1] / levels.size
     statistics = [

@@ -268,11 +268,13 @@ class ServedJudge:
     def __post_init__(self, api_key: str | None):
         if not self.timeout <= self.time_budget:
             raise ValueError(f"`timeout` is {self.timeout}, but must be at most `time_budget` ({self.time_budget}).")
-        key, remedy = api_key or os.environ.get("VLLM_API_KEY"), "Pass `api_key`, or set VLLM_API_KEY."
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        remedy = "Pass `api_key`, or set VLLM_API_KEY."
         limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
         self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
         self.name, self.model_name = self._client.name, public_name(self.model)  # name on cards, without the address
-        self._request_slots, self._model_lock = asyncio.Semaphore(self.max_concurrency), asyncio.Lock()
+        self._request_slots = asyncio.Semaphore(self.max_concurrency)
+        self._model_lock = asyncio.Lock()
         self._logged_reasons: set[str] = set()  # reasons for a missing score that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._has_read_model = False
@@ -307,7 +309,8 @@ class ServedJudge:
         Raises:
             JudgeUnavailableError: If the server is down, refuses the key, or does not have the model.
         """
-        pairs, prompts = check_pairs(images), broadcast_questions(prompts, len(images), CONTROL_TOKEN.findall)
+        pairs = check_pairs(images)
+        prompts = broadcast_questions(prompts, len(images), CONTROL_TOKEN.findall)
         return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
     async def answer(

@@ -128,7 +128,8 @@ class JudgedReward:
         self, questions: Questions, answers: list[Answer], log_metric: Callable[[str, float], None] | None
     ) -> list[float | None]:
         self._log_unanswered(answers, log_metric)
-        answer_iterator, rewards = iter(answers), []
+        answer_iterator = iter(answers)
+        rewards = []
         for row in questions:
             scores: list = [next(answer_iterator).score for _ in row]
             # The mean over the answered pairs would not be comparable with the prompt's other images
@@ -245,7 +246,9 @@ class ConsistencyReward(JudgedReward):
         self.question = question or getattr(self.judge, "question", None) or "theme"
         remedy = "Leave `judge_question` (`question`) out to ask that one, or use a judge that was trained on yours."
         self._warn_if_untrained(self.question, remedy)
-        self.max_pairs, self.seed, self.symmetric = max_pairs, seed, symmetric
+        self.max_pairs = max_pairs
+        self.seed = seed
+        self.symmetric = symmetric
         # The trainer checks them before it loads a model
         self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()
 
@@ -388,7 +391,8 @@ class RubricReward(JudgedReward):
         self, model: str | Path | Judge, rubric: str | Path, base_url: str | None = None, scale: int = 5, **kwargs
     ):
         digits_of(scale)  # fails before a model is loaded
-        self.rubric, self.scale = read_rubric(rubric).replace("{scale}", str(scale)), scale
+        self.rubric = read_rubric(rubric).replace("{scale}", str(scale))
+        self.scale = scale
         self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`
         requirements = RUBRICS.get(str(rubric), {})  # the trainer checks them before it loads a model
         self.needed_columns, self.min_panels = (

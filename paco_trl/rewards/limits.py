@@ -32,7 +32,8 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
                 "Fix the reward, raise the limit, or make the reward optional (`reward_required`)."
             )
     groups = is_valid.view(-1, args.num_generations).any(dim=1)
-    images_lost, groups_lost = 1 - is_valid.float().mean().item(), 1 - groups.float().mean().item()
+    images_lost = 1 - is_valid.float().mean().item()
+    groups_lost = 1 - groups.float().mean().item()
     if not is_valid.any() or images_lost > args.max_excluded_images or groups_lost > args.max_excluded_groups:
         raise RewardError(
             f"In {where} {(~is_valid).sum().item()} of {len(is_valid)} images ({images_lost:.0%}) are excluded and "

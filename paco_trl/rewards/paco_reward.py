@@ -245,7 +245,8 @@ class PaCoReward:
         Returns:
             `list[float]`: P(Yes) / (P(Yes) + P(No)) of each pair.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
+        pairs = check_pairs(images)
+        prompts = self._check_prompts(prompts, len(images))
         return score_both_orders(self._scores, pairs, prompts) if symmetric else self._scores(pairs, prompts)
 
     def decide(self, images: list[ImagePair], prompts: str | list[str]) -> list[float | None]:
@@ -324,7 +325,8 @@ class PaCoReward:
             image_labels (`tuple[str, str]`, *optional*):
                 Text before the first and before the second image. If `None`, none.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
+        pairs = check_pairs(images)
+        prompts = self._check_prompts(prompts, len(images))
         return self._query(pairs, prompts, self._top_tokens, image_labels)
 
     @torch.inference_mode()
@@ -338,7 +340,8 @@ class PaCoReward:
             max_new_tokens (`int`, *optional*, defaults to `512`):
                 Length at which an answer is cut.
         """
-        pairs, prompts = check_pairs(images), self._check_prompts(prompts, len(images))
+        pairs = check_pairs(images)
+        prompts = self._check_prompts(prompts, len(images))
         answers = []
         for start in range(0, len(pairs), self.batch_size):
             pair_images = [
@@ -395,7 +398,8 @@ class PaCoReward:
     def _last_logits(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits `(B, V)` of the first position of each answer, and hidden states `(B, D)` in float32."""
         logits = self.model(**inputs, logits_to_keep=1, use_cache="past_key_values" in inputs).logits[:, -1]
-        hidden, self._hidden_state = self._hidden_state[:, -1].float(), None
+        hidden = self._hidden_state[:, -1].float()
+        self._hidden_state = None
         return logits, hidden
 
     def _token_logprobs(self, inputs: dict, tokens: list[str], ids: torch.Tensor) -> list[dict[str, float]]:
@@ -529,7 +533,8 @@ def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
 def digit_tokens(tokenizer: PreTrainedTokenizerBase, scale: int) -> dict[str, int]:
     """Look up the tokens of the numbers 0 to `scale`, with and without a leading space, and their ids."""
-    digits, vocabulary = digits_of(scale), tokenizer.get_vocab()
+    digits = digits_of(scale)
+    vocabulary = tokenizer.get_vocab()
     tokens = [space + digit for digit in digits for space in ("", *SPACES) if space + digit in vocabulary]
     if missing := {*digits} - {token[-1] for token in tokens}:
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no token {min(missing)!r}. Use another model.")
@@ -617,7 +622,8 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
     model_type = network.config.model_type
     file = find_adapter_file(adapter, **hub_kwargs)  # PEFT would fall back to a pickle
     with reading(f"The adapter {adapter!r}", "Save it again, or name another"):
-        config, state_dict = PeftConfig.from_pretrained(adapter, **hub_kwargs), load_file(file)
+        config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
+        state_dict = load_file(file)
     config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a list, possibly of full names; a string is a pattern
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))

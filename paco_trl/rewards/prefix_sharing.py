@@ -31,7 +31,8 @@ def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) ->
 
 def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
     """Run the language model once per distinct prefix of the rows; return the remaining inputs, with its cache."""
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     count = len(images[0])
     features = inputs["mm_encoder_outputs"]["image"].pooler_output  # features of the images of all rows, row by row
     features = [features[start : start + count] for start in range(0, len(features), count)]
@@ -78,7 +79,8 @@ def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hash
         if level < count:
             cache = model.model(**segment, use_cache=True).past_key_values
             cache_rows = torch.tensor([prefix_indices[label] for label in labels])  # (B,)
-            starts, num_images = ends, level + 1
+            starts = ends
+            num_images = level + 1
     return segment
 
 

@@ -117,7 +117,9 @@ class RewardScorer:
     """
 
     def __init__(self, rewards: Rewards, accelerator: Accelerator, models: Sequence[nn.Module] = ()):
-        self.rewards, self.accelerator, self.models = rewards, accelerator, list(models)
+        self.rewards = rewards
+        self.accelerator = accelerator
+        self.models = list(models)
         self.executor = CallExecutor(1, "rewards")
         # Its own stream, since a reward that syncs on the default stream would also wait for generation
         self.stream: torch.cuda.Stream | None = None
@@ -153,9 +155,12 @@ class RoundScoring:
     scores: Scores
 
     def __init__(self, scorer: RewardScorer, scored_round: Round, state: TrainerState):
-        self.scorer, self.round, self.state = scorer, scored_round, state
+        self.scorer = scorer
+        self.round = scored_round
+        self.state = state
         self.rewards, self.accelerator = scorer.rewards, scorer.accelerator
-        indices, compares_group = range(len(self.rewards.functions)), self.rewards.compares_group
+        indices = range(len(self.rewards.functions))
+        compares_group = self.rewards.compares_group
         self._group_rewards = [k for k in indices if compares_group[k]]
         self._async_rewards = [k for k in indices if self.rewards.is_async[k] and not compares_group[k]]
         self._sync_rewards = [k for k in indices if not self.rewards.is_async[k] and not compares_group[k]]
@@ -218,7 +223,8 @@ class RoundScoring:
 
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
         """Start a call of some rewards, on the event loop if they are async, otherwise on the thread."""
-        call, rows = _Call(indices, [completion_number for completion_number, _ in batch]), [row for _, row in batch]
+        call = _Call(indices, [completion_number for completion_number, _ in batch])
+        rows = [row for _, row in batch]
         arguments = reward_arguments(
             rows, self.round.num_generations, self.state,
             log_extra=lambda column, values: call.extra[column].extend(values),
@@ -238,7 +244,8 @@ class RoundScoring:
         if any(earlier.values.done() and earlier.values.exception() for earlier in self._calls if earlier is not call):
             return []  # the run is about to stop: do not compute an expensive reward for nothing
         call.span = [time.perf_counter(), torch.inf]
-        scorer, stream = self.scorer, nullcontext()
+        scorer = self.scorer
+        stream = nullcontext()
         if device is not None:
             torch.cuda.set_device(device)
             if scorer.stream is None:
@@ -268,7 +275,8 @@ class RoundScoring:
         for completion_number, arguments in self._group_rows:
             by_group[self.round.completions[completion_number].group].append((completion_number, arguments))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        group_numbers, groups = sorted(set(gather_object(list(by_group)))), []
+        group_numbers = sorted(set(gather_object(list(by_group))))
+        groups = []
         # Exchange one group per process at a time, to bound the memory
         for first in range(0, len(group_numbers), processes):
             block = group_numbers[first : first + processes]
@@ -339,9 +347,11 @@ def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> lis
 
 def _union_seconds(spans: list[list[float]], until: float) -> float:
     """Return the seconds before `until` covered by at least one span."""
-    total, end = 0.0, -torch.inf
+    total = 0.0
+    end = -torch.inf
     for begin, stop in sorted(spans):
-        begin, stop = max(begin, end), min(stop, until)
+        begin = max(begin, end)
+        stop = min(stop, until)
         total += max(stop - begin, 0.0)
         end = max(end, stop)
     return total

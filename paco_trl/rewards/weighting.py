@@ -92,7 +92,8 @@ class Rewards:
 
     def call(self, index: int, **arguments) -> Any:
         """Call a reward and return its values, or a coroutine of them. Errors become a `RewardError` that names it."""
-        name, count = self.names[index], len(arguments["completions"])
+        name = self.names[index]
+        count = len(arguments["completions"])
         if self.is_async[index]:
             return self._call_async(index, arguments)
         try:

@@ -187,7 +187,8 @@ class WordsReward(JudgedReward):
                 f"A judge that answers in words must be on a server, but `base_url` is None for {str(model)!r}. Serve "
                 "it, and pass its address."
             )
-        self.prompt, self.num_answers = read_words_prompt(prompt), num_answers
+        self.prompt = read_words_prompt(prompt)
+        self.num_answers = num_answers
         self.__name__ = f"words_{Path(prompt).stem}"  # names TRL's metrics, `rewards/words_editscore/mean`
         self.needed_columns = self.prompt.needed_columns  # the trainer checks them before it loads a model
         super().__init__(model, base_url, **kwargs)
@@ -228,7 +229,9 @@ class WordsJudge:
     rates = True
 
     def __init__(self, judge: ServedJudge, prompt: str | Path, num_answers: int = 1):
-        self.judge, self.prompt, self.num_answers = judge, read_words_prompt(prompt), num_answers
+        self.judge = judge
+        self.prompt = read_words_prompt(prompt)
+        self.num_answers = num_answers
         self.name, self.model_name = judge.name, judge.model_name
         self.template = f"{Path(prompt).stem} x {num_answers} ({digest(self.prompt)[:8]})"
 

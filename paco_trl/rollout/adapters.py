@@ -138,7 +138,8 @@ def _check_plain(config: LoraConfig, saved: SavedAdapter | None) -> None:
     """Refuse variants of LoRA, such as DoRA."""
     of, advice = "", "Use the default, {!r}."
     if saved is not None:
-        of, advice = f" of the adapter '{saved.name}'", "Merge it into its model, and train a new adapter on that."
+        of = f" of the adapter '{saved.name}'"
+        advice = "Merge it into its model, and train a new adapter on that."
     for name, default in vars(_DEFAULTS).items():
         value = getattr(config, name)
         if name not in _PLAIN_LORA and value and value != default:

@@ -135,7 +135,8 @@ def _find_difference(weights: dict[str, torch.Tensor], path: Path) -> str | None
     """Return the name of a weight that begins with other values than in a file, if there is one."""
     with safe_open(path, "pt") as file:
         for key in weights.keys() & {*file.keys()}:
-            weight, stored = weights[key].detach(), file.get_slice(key)
+            weight = weights[key].detach()
+            stored = file.get_slice(key)
             if list(weight.shape) != (shape := stored.get_shape()) or not shape:
                 continue
             rows = max(1, 1024 // max(1, weight[0].numel()))

@@ -89,7 +89,9 @@ class BatchRecorder:
         last: int,
         guidance_scale: float,
     ):
-        self.family, self.scheduler, self.guidance_scale = family, scheduler, guidance_scale
+        self.family = family
+        self.scheduler = scheduler
+        self.guidance_scale = guidance_scale
         self.steps, self.last = steps, last  # those to record, and the last one that the pipeline makes
         self.recorded: list[RecordedStep] = []
         self._calls: list[dict[str, Any]] = []  # arguments of the transformer's calls in the current step
@@ -154,10 +156,13 @@ class BatchRecorder:
         # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
         # of float32, 2^-18 is some units.
         precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
-        expected, received = combined.float(), model_output.float()
+        expected = combined.float()
+        received = model_output.float()
         tensors = (expected - received, expected + received, received)
         difference, total, scale = (tensor.abs().max() for tensor in tensors)
-        num_outputs, name, advice = len(self._outputs), type(self.family).__name__, self.family.advice
+        num_outputs = len(self._outputs)
+        name = type(self.family).__name__
+        advice = self.family.advice
 
         def error_text() -> str:
             return (

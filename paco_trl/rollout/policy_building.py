@@ -126,7 +126,8 @@ def _add_adapter(
     pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter, autocast_adapter_dtype: bool
 ) -> PeftModel:
     """Put a new or a saved adapter on a transformer, in place, except on layers that reach no prediction."""
-    transformer, options = pipeline.transformer, {"autocast_adapter_dtype": autocast_adapter_dtype}
+    transformer = pipeline.transformer
+    options = {"autocast_adapter_dtype": autocast_adapter_dtype}
     unused_layers = family.unused_layers(transformer)
     if isinstance(peft_config, SavedAdapter):
         model = load_transformer_adapter(transformer, peft_config, unused_layers, is_trainable=True, **options)

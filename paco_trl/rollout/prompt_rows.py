@@ -49,7 +49,9 @@ class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
-        self.original_dataset, self.args, self.where = dataset, args, where
+        self.original_dataset = dataset
+        self.args = args
+        self.where = where
         dataset = dataset.with_format(None)
         self.is_anchored = args.panel_generation == "anchored"
         self.shares_noise = args.panel_generation == "shared_noise"
@@ -133,7 +135,8 @@ class PromptRows:
         if self.sources is None and family.max_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
-        args, multiple = self.args, family.size_multiple(pipeline)
+        args = self.args
+        multiple = family.size_multiple(pipeline)
         for row_number, negative in enumerate(self.negative_prompts):
             if negative is not None:
                 with self.add_row_to_errors(row_number):
@@ -152,7 +155,8 @@ class PromptRows:
                     max(1, round(size / step)) * step
                     for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
                 )
-            height, width = height or args.height, width or args.width
+            height = height or args.height
+            width = width or args.width
             check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_number))
             self.inference_sizes.append((height, width))
         self.training_sizes = [

@@ -138,7 +138,10 @@ class Round:
         sizes: Sequence[tuple[int, int]],
         num_prompts: int | None = None,
     ):
-        self.rows, self.num_generations, self.key, self.sizes = rows, num_generations, key, sizes
+        self.rows = rows
+        self.num_generations = num_generations
+        self.key = key
+        self.sizes = sizes
         # Decodes source images, which may be large: once for the pipeline and for the rewards
         self.row = functools.lru_cache(8)(rows.row)
         self.completions: list[Completion] = []
@@ -161,7 +164,8 @@ class Round:
     def _assign(self, sample: Sample, row_number: int) -> None:
         """Give a sample a row, with the prompt, size and noise keys that follow from it."""
         prompt_numbers = self.rows.prompt_numbers[row_number]
-        sample.row_number, sample.prompt_number = row_number, prompt_numbers[sample.panel]
+        sample.row_number = row_number
+        sample.prompt_number = prompt_numbers[sample.panel]
         sample.size = self.sizes[row_number]
         sample.noise_key = (*self.key, sample.prompt_number, sample.generation)
         first = prompt_numbers[0] if self.rows.shares_noise else sample.prompt_number

@@ -119,8 +119,10 @@ def sde_step(
         raise ValueError(f"`noise_level` is {noise_level}: it scales a standard deviation and cannot be negative.")
 
     # bf16 would lose the small difference between x' and the mean, on which the ratio depends
-    x, v = sample.float(), model_output.float()
-    t, t_next = _as_scale(sigma, x), _as_scale(sigma_next, x)
+    x = sample.float()
+    v = model_output.float()
+    t = _as_scale(sigma, x)
+    t_next = _as_scale(sigma_next, x)
     dt = t_next - t
 
     if sde_type == "cps":
@@ -320,7 +322,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     def _second_order(self, velocity: torch.Tensor, sample: torch.Tensor, index: int) -> torch.Tensor:
         """Return the velocity of a step of the short tail, by DPM-Solver++(2M)."""
-        x0_previous, times = self._x0, self.times[index - 1 : index + 2]
+        x0_previous = self._x0
+        times = self.times[index - 1 : index + 2]
         self._x0 = sample.float() - times[1] * velocity
         if x0_previous is None or times[2] == 0:  # the first and the last step of the tail are of first order
             return velocity

@@ -48,7 +48,8 @@ def build_tiny_qwen2_5_vl(folder: str | Path, seed: int = 0) -> Path:
 
 def _answer_yes_or_no(model: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer) -> None:
     """Raise the logits of Yes and No alike, wherever an answer begins: which of them it is depends on the question."""
-    answers, (last,) = tokenizer.convert_tokens_to_ids(["Yes", "No"]), tokenizer.encode("\n")
+    answers = tokenizer.convert_tokens_to_ids(["Yes", "No"])
+    (last,) = tokenizer.encode("\n")
     start = torch.tensor([tokenizer.encode("<|im_start|>assistant\n")])  # (1, T)
     with torch.no_grad():
         model.get_input_embeddings().weight[last] *= 2  # most of what the head sees there, with any text before it
@@ -65,9 +66,11 @@ def build_model_and_processor(seed: int, processor_class: type) -> tuple[Qwen2_5
     with weights_of(seed):
         model = Qwen2_5_VLForConditionalGeneration(config)
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ids, ids[1]
+    model.generation_config.eos_token_id = ids
+    model.generation_config.pad_token_id = ids[1]
     size = {"shortest_edge": 28 * 28, "longest_edge": MAX_PIXELS}
-    image_processor, video_processor = Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size)
+    image_processor = Qwen2VLImageProcessor(size=size)
+    video_processor = Qwen2VLVideoProcessor(size=size)
     return model, processor_class(image_processor, tokenizer, video_processor, CHAT_TEMPLATE)
 
 

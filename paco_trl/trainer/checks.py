@@ -155,7 +155,9 @@ def check_prompts(
 
 def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
     """Check that one call of the pipeline can generate a batch, also where it crosses prompts."""
-    most, plan, sizes = family.max_batch_size, args.round_plan, set(rows.training_sizes)
+    most = family.max_batch_size
+    plan = args.round_plan
+    sizes = set(rows.training_sizes)
     batches = {plan.rollout_batch_option: plan.rollout_batch_size}
     batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for option, size in batches.items():
@@ -227,13 +229,16 @@ def check_pairs(
     if is_training and args.train_sampling_strategy == "group_by_length" and not can_count_tokens:
         kind = type(processor).__name__
         raise ValueError(f"`train_sampling_strategy` is 'group_by_length', but a {kind} cannot count image tokens.")
-    rows, tokenizer = PairRows(dataset), processor.tokenizer
+    rows = PairRows(dataset)
+    tokenizer = processor.tokenizer
     for image, image_name in named_images(rows[0]["images"], f"row 0 of `{name}`"):
         load_image(image, patch_size_of(processor), image_name)
-    control_tokens, decision_ids = find_control_tokens(processor), decision_token_ids(tokenizer)
+    control_tokens = find_control_tokens(processor)
+    decision_ids = decision_token_ids(tokenizer)
     max_length = args.max_length if can_count_tokens else None
     largest = _largest_number_of_tokens(processor)
-    labels, label_only = set(), []
+    labels = set()
+    label_only = []
     for row, prompt, completion in iter_texts(dataset):
         where = f"row {row} of `{name}`"
         for turn in [*prompt, *completion]:
@@ -280,7 +285,8 @@ def _check_labels(count: int, labels: set[str], label_only: list[int], args: PaC
 
 def _largest_number_of_tokens(processor: ProcessorMixin) -> int | None:
     """Return the most tokens that an image of the Qwen-VL families takes; `None` for others."""
-    limit, merge_size = pixel_limit(processor), getattr(processor.image_processor, "merge_size", None)
+    limit = pixel_limit(processor)
+    merge_size = getattr(processor.image_processor, "merge_size", None)
     if limit is None or merge_size is None:
         return None
     side = patch_size_of(processor) * merge_size

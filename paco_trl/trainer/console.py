@@ -18,7 +18,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 
 _RATIO, _LOSS = "|ratio-1|", "loss"
-_SECONDS, _MEMORY, _LEFT = "s/step", "mem GiB", "left"
+_SECONDS = "s/step"
+_MEMORY = "mem GiB"
+_LEFT = "left"
 # What a narrow terminal leaves out, the least important first
 _DROPPED_FIRST = (_MEMORY, _SECONDS, _RATIO)
 _WIDTHS = {_RATIO: 9, _SECONDS: 6, _MEMORY: 7, _LEFT: 8}
@@ -46,7 +48,9 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = step = state.global_step
-        self._labels, self._num_rows, self._first = {}, 0, (step, time.monotonic())
+        self._labels = {}
+        self._num_rows = 0
+        self._first = (step, time.monotonic())
         self._last = self._first
         if state.is_world_process_zero:
             self.training_bar = _bar(args, total=state.max_steps, initial=step)
@@ -82,7 +86,8 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
 
     def _row(self, args, state, logs) -> str:
         """Format the line of a step, below a header where the columns are new."""
-        now, step = time.monotonic(), state.global_step
+        now = time.monotonic()
+        step = state.global_step
         rewards = {
             match[1]: value for name, value in logs.items() if (match := re.fullmatch(r"rewards/(.+)/mean", name))
         }
@@ -136,7 +141,8 @@ def _peak_memory(device: torch.device) -> int:
 
 def _fit(labels: Iterable[str], columns: int) -> dict[str, int]:
     """Choose the widths of the columns of a line, and leave out columns where there are too many."""
-    rewards, metrics = [label for label in labels if label not in _WIDTHS], _WIDTHS.keys() & {*labels}
+    rewards = [label for label in labels if label not in _WIDTHS]
+    metrics = _WIDTHS.keys() & {*labels}
     for spared in (None, *_DROPPED_FIRST):
         metrics -= {spared}
         room = columns - sum(len(_GAP) + _WIDTHS[label] for label in metrics)

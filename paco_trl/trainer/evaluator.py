@@ -109,7 +109,10 @@ class Evaluator:
         rows: Sequence[PromptRows],
         fingerprints: dict[str, str],
     ):
-        self.policy, self.scorer, self.rewards, self.args = policy, scorer, scorer.rewards, args
+        self.policy = policy
+        self.scorer = scorer
+        self.rewards = scorer.rewards
+        self.args = args
         self.fingerprints = fingerprints  # component -> digest of its loaded weights
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
@@ -142,12 +145,17 @@ class Evaluator:
 
         The noise of an image depends on the seed, its row and its number.
         """
-        args, policy, accelerator = self.args, self.policy, self.policy.accelerator
-        generations, period = args.num_generations_eval, policy.family.size_multiple(policy.pipeline)
+        args = self.args
+        policy = self.policy
+        accelerator = self.policy.accelerator
+        generations = args.num_generations_eval
+        period = policy.family.size_multiple(policy.pipeline)
         self.rewards.check_group_size(generations, "num_generations_eval")
         eval_round = self._plan_round(rows)
         local_batches = eval_round.batches[accelerator.process_index]
-        artifacts, pictures, measured = [], [], []
+        artifacts = []
+        pictures = []
+        measured = []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
         policy.encoder.encode(rows, eval_round.row_numbers_of(local_batches)[:ROWS_AHEAD])
         num_steps = args.num_inference_steps_eval
@@ -166,12 +174,15 @@ class Evaluator:
         logged = scores.metrics | image_metrics(measured, generations)
         by_number = dict(gather_object(artifacts))
         all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_number.items())], dtype=torch.float64)
-        total, thumbnails = self.rewards.total(scores.rewards), dict(gather_object(pictures))
+        total = self.rewards.total(scores.rewards)
+        thumbnails = dict(gather_object(pictures))
         return Evaluation(scores.rewards, total, all_artifacts, scores.extra, logged, thumbnails)
 
     def _plan_round(self, rows: PromptRows) -> Round:
         """Return the round of an evaluation, with as many batches for each process, as ZeRO-3 requires."""
-        args, family, processes = self.args, self.policy.family, self.policy.accelerator.num_processes
+        args = self.args
+        family = self.policy.family
+        processes = self.policy.accelerator.num_processes
         key = (args.seed, STREAMS["evaluation"], 0)
         eval_round = Round(rows, range(len(rows)), args.num_generations_eval, key, rows.inference_sizes)
         # A batch crosses prompts where one call of the pipeline can generate it

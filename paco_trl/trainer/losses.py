@@ -130,7 +130,8 @@ def clipped_surrogate(
     clipped_ratio = torch.clamp(ratio, 1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
     ratio = ratio.detach()
-    is_low, is_high = (ratio < 1 - epsilon_low) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
+    is_low = (ratio < 1 - epsilon_low) & (advantages < 0)
+    is_high = (ratio > 1 + epsilon_high) & (advantages > 0)
     return ClippedSurrogate(loss, ratio, is_low, is_high)
 
 
@@ -212,7 +213,8 @@ def nft_velocities(
     """Compute DiffusionNFT's implicit policies: v+- = (1 -+ beta) * v_old +- beta * v, at least in float32."""
     # In bf16 the sum would round away the small difference between the two velocities
     dtype = torch.promote_types(velocity.dtype, torch.float32)
-    velocity, old_velocity = velocity.to(dtype), old_velocity.detach().to(dtype)
+    velocity = velocity.to(dtype)
+    old_velocity = old_velocity.detach().to(dtype)
     return (1 - beta) * old_velocity + beta * velocity, (1 + beta) * old_velocity - beta * velocity
 
 
@@ -251,7 +253,8 @@ def matching_log_prob(
 ) -> torch.Tensor:
     """Compute AWM's log-probability of an image from its flow-matching loss l at time t, in float64."""
     # "t": -t * l. "ghuber", of the published code: -t * ((l + e)^p - e^p) / p with p = 1/4
-    error, t = velocity_error(velocity.double(), target.double()), _one_per_image(sigma, velocity, "sigma").double()
+    error = velocity_error(velocity.double(), target.double())
+    t = _one_per_image(sigma, velocity, "sigma").double()
     if weighting == "ghuber":
         power, minimum = 0.25, 1e-10
         error = ((error + minimum) ** power - minimum**power) / power
@@ -338,7 +341,8 @@ class RatioStatistics(StepStatistics):
                 f"({int((~is_finite).sum())} of {len(is_finite)} micro-batch rows). The weights or "
                 "the latents have overflowed; lower `learning_rate`, or train in float32."
             )
-        index, deviation = columns["index"], columns["deviation"]
+        index = columns["index"]
+        deviation = columns["deviation"]
         worst = deviation.max().item()
         if is_on_policy and is_early and worst > self.tolerance:
             raise RuntimeError(self._describe_deviation(columns))
@@ -357,7 +361,8 @@ class RatioStatistics(StepStatistics):
 
     def _describe_deviation(self, columns: dict[str, torch.Tensor]) -> str:
         """Describe by step how far the gathered ratios are from 1, and how far rounding may move them."""
-        args, lines = self.args, ["step    sigma   mean |ratio - 1|    max |ratio - 1|    predicted"]
+        args = self.args
+        lines = ["step    sigma   mean |ratio - 1|    max |ratio - 1|    predicted"]
         for step in columns["index"].unique():
             deviation, sigma = (columns[name][columns["index"] == step] for name in ("deviation", "sigma"))
             predicted = predicted_deviation(

@@ -47,7 +47,10 @@ class Objective:
 class DiffusionNFT(Objective):
     """The old policy generates; the trained velocity moves towards images with a high reward, away from the others."""
 
-    method, tag, paper, options = "DiffusionNFT", "diffusion-nft", NFT_PAPER, ("nft_beta",)
+    method = "DiffusionNFT"
+    tag = "diffusion-nft"
+    paper = NFT_PAPER
+    options = ("nft_beta",)
     old_policy_generates = True
 
     def loss(
@@ -62,7 +65,10 @@ class DiffusionNFT(Objective):
 class AdvantageWeightedMatching(Objective):
     """The weights in training generate; the flow-matching loss gives a probability ratio, clipped as in PPO."""
 
-    method, tag, paper, options = "AWM", "awm", AWM_PAPER, ("awm_weighting", "old_policy_beta")
+    method = "AWM"
+    tag = "awm"
+    paper = AWM_PAPER
+    options = ("awm_weighting", "old_policy_beta")
 
     def __init__(self, args: PaCoNFTConfig):
         super().__init__(args)
@@ -78,7 +84,9 @@ class AdvantageWeightedMatching(Objective):
         # Scaled to [-1, 1], as in the published code and for DiffusionNFT's probability
         advantages = advantages / self.advantage_clip
         surrogate = clipped_surrogate(log_prob, old_log_prob, advantages, *args.clip_range)
-        low, high, loss = surrogate.is_low_clipped, surrogate.is_high_clipped, surrogate.loss.float()
+        low = surrogate.is_low_clipped
+        high = surrogate.is_high_clipped
+        loss = surrogate.loss.float()
         metrics = {
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,

@@ -383,7 +383,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def fit_round(self, count: int) -> None:
         """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
-        plan, fitting = self.round_plan, self.fitting_prompts(count)
+        plan = self.round_plan
+        fitting = self.fitting_prompts(count)
         if not self._is_default_round or count >= plan.num_prompts or not fitting:
             return
         plan = self._plan_round(RoundSizes(fitting[-1], plan.num_optimizer_steps), self.world_size)
@@ -395,7 +396,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""
-        plain, kwargs = copy.copy(self), self.model_init_kwargs or {}
+        plain = copy.copy(self)
+        kwargs = self.model_init_kwargs or {}
         if "quantization_config" in kwargs:
             # transformers calls its `to_dict`, and a `PipelineQuantizationConfig` has none
             text = quantization_text(kwargs["quantization_config"])
@@ -456,7 +458,8 @@ class PaCoGRPOConfig(GRPOConfig):
             )  # fmt: skip
 
     def _check_values(self) -> None:
-        defaults, whole = defaults_of(type(self)), whole_numbers_of(type(self))
+        defaults = defaults_of(type(self))
+        whole = whole_numbers_of(type(self))
         errors = image_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole)
         refuse([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"

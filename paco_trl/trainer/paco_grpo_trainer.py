@@ -118,7 +118,9 @@ class PaCoGRPOTrainer(RoundTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the clipped objective of one micro-batch at one stochastic step."""
-        step, sde, weights = inputs["step"], inputs["sde"], inputs["weights"]
+        step = inputs["step"]
+        sde = inputs["sde"]
+        weights = inputs["weights"]
 
         velocity, ref_velocity = self._velocities(model, step)
         log_prob, mean, std = score_step(velocity, step, sde)
@@ -148,7 +150,8 @@ class PaCoGRPOTrainer(RoundTrainer):
             the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the
             ratio that must be 1 before an update.
         """
-        loss_type, clip = self.args.loss_type, cast(tuple[float, float], self.args.clip_range)
+        loss_type = self.args.loss_type
+        clip = cast(tuple[float, float], self.args.clip_range)
         log_probs = step.log_prob, step.old_log_prob
         if loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)
@@ -157,7 +160,8 @@ class PaCoGRPOTrainer(RoundTrainer):
             surrogate = clipped_surrogate(*log_probs, advantages, *clip)
         else:
             raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
-        low, high = surrogate.is_low_clipped.float(), surrogate.is_high_clipped.float()
+        low = surrogate.is_low_clipped.float()
+        high = surrogate.is_high_clipped.float()
         metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
         return PolicyLoss(surrogate.loss, metrics, surrogate.ratio)
 

@@ -49,7 +49,9 @@ class VelocityStatistics(StepStatistics):
         columns = self.gather()
         if not torch.isfinite(torch.stack([*columns.values()])).all():
             raise RuntimeError(f"The velocity is not finite at optimizer step {global_step}. Lower `learning_rate`.")
-        size, is_valid, deviation = columns.pop("size"), columns.pop("valid"), columns["velocity_deviation"]
+        size = columns.pop("size")
+        is_valid = columns.pop("valid")
+        deviation = columns["velocity_deviation"]
         if is_on_policy and deviation.sum() > _TOLERANCE**2 * size.sum():
             fraction = (deviation.sum() / size.sum()).sqrt().item()
             raise RuntimeError(
@@ -194,7 +196,8 @@ class PaCoNFTTrainer(RoundTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Compute the objective of one micro-batch, at one time for each image."""
-        step, weights = inputs["step"], inputs["weights"]
+        step = inputs["step"]
+        weights = inputs["weights"]
         velocity, ref_velocity = self._velocities(model, step)  # (B, ...)
         loss, metrics = self.objective.loss(velocity, step, inputs["advantages"])  # (B,)
         if ref_velocity is not None:

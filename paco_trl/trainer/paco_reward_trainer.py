@@ -145,7 +145,8 @@ class Decisions(NamedTuple):
 def decision_sums(decisions: Decisions) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Sum each metric of some decisions, with its denominator."""
     p_yes, is_yes, decision_loss, reasoning_loss, num_reasoning = decisions
-    pairs, is_right = torch.ones_like(p_yes).sum(), (p_yes > 0.5) == (is_yes == 1)
+    pairs = torch.ones_like(p_yes).sum()
+    is_right = (p_yes > 0.5) == (is_yes == 1)
     return {
         "decision_loss": (decision_loss.sum(), pairs),
         "reasoning_loss": (reasoning_loss.sum(), num_reasoning.sum()),
@@ -157,7 +158,8 @@ def decision_sums(decisions: Decisions) -> dict[str, tuple[torch.Tensor, torch.T
 
 def metric_sums(decisions: Decisions, outputs, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sum each metric over a batch, with its denominator. All stays on the accelerator until the next log."""
-    p_yes, tokens = decisions.p_yes, (decisions.num_reasoning + 1).sum()
+    p_yes = decisions.p_yes
+    tokens = (decisions.num_reasoning + 1).sum()
     sums = decision_sums(decisions) | {
         "entropy": (outputs.entropy.detach().float().sum(), tokens),
         "mean_token_accuracy": (outputs.is_top1.float().sum(), tokens),
@@ -287,7 +289,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
         warn_of_trained_pairs(cast(Dataset, train_dataset), dict(datasets[1:]))
-        self._base_model_source, self._question = name, common_question(cast(Dataset, train_dataset))
+        self._base_model_source = name
+        self._question = common_question(cast(Dataset, train_dataset))
         if args.push_to_hub:
             self._prepare_hub(args)
         if isinstance(model, PeftModel):
@@ -415,7 +418,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         """Compute the loss of a micro-batch: its fraction of the mean over the optimizer step."""
         args = self.args
         inputs = dict(inputs)
-        rows, self._grids[:] = inputs.pop("rows"), inputs.pop("grids", ())
+        rows = inputs.pop("rows")
+        self._grids[:] = inputs.pop("grids", ())
         outputs = model(**inputs, use_cache=False, fused_lm_head=True)
         hidden_state, self._last_hidden_state = self._last_hidden_state, None
         mask = outputs.label_mask  # (B, T - 1), at the positions that predict a token of the completion
@@ -438,7 +442,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     @torch.no_grad()
     def _decide(self, hidden_state: torch.Tensor, labels: torch.Tensor, outputs) -> Decisions:
-        mask, log_probs = outputs.label_mask, outputs.log_probs.detach().float()
+        mask = outputs.label_mask
+        log_probs = outputs.log_probs.detach().float()
         position = mask.int().argmax(dim=1)  # (B,), where the decision is predicted
         rows = torch.arange(len(position), device=position.device)
         is_yes = labels.to(position.device)[rows, position] == self.decision_ids[0]
@@ -513,8 +518,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def _save_figures(self, rows: np.ndarray, decisions: Decisions, dataset: PairRows, name: str) -> None:
         folder = Path(self.args.output_dir) / "evaluation"
-        step, ece = self._card_step, self.evaluations[name]["ece"]
-        p_yes, is_yes, title = decisions.p_yes.numpy(), decisions.is_yes.numpy(), f"{name}, step {step}"
+        step = self._card_step
+        ece = self.evaluations[name]["ece"]
+        p_yes = decisions.p_yes.numpy()
+        is_yes = decisions.is_yes.numpy()
+        title = f"{name}, step {step}"
         pictures = {
             "calibration": plot_calibration(p_yes, is_yes, f"{title}, {len(rows)} pairs", ece),
             "wrong_pairs": plot_wrong_pairs(rows, p_yes, is_yes, dataset, self.processing_class, title),

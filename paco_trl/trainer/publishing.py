@@ -50,7 +50,8 @@ class PushesToHub(Trainer):
     def _make_pusher(self, args: TrainingArguments, token: str | None, private: bool | None) -> HubPusher:
         api = HfApi(token=token if token is not None else args.hub_token, library_name="paco_trl")
         private = private if private is not None else args.hub_private_repo
-        repo_id, base_model = args.hub_model_id or Path(args.output_dir).absolute().name, self._base_model_source
+        repo_id = args.hub_model_id or Path(args.output_dir).absolute().name
+        base_model = self._base_model_source
         try:
             if base_model is not None:
                 base_license(base_model, online=True, token=api.token)  # remembered for the checkpoints

@@ -112,7 +112,9 @@ class ResumesExactly(PushesToHub):
         args = self.args
         if args.should_save:
             clear_staging(args.output_dir)
-        self.resumed_from, self._saved_step, self._restore_rng_state = checkpoint, None, None
+        self.resumed_from = checkpoint
+        self._saved_step = None
+        self._restore_rng_state = None
         self.loaded_step = None
         with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
             try:
@@ -137,7 +139,8 @@ class ResumesExactly(PushesToHub):
         # A resumed run continues with its checkpoint's seconds
         self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
         if self.resumed_from is not None and self.accelerator.is_main_process:
-            step, last = self.state.global_step + 1, self.state.max_steps
+            step = self.state.global_step + 1
+            last = self.state.max_steps
             where = f"at step {step} of {last}" if step <= last else f"with none of {last} step(s) left"
             tqdm.write(f"Resuming from {self.resumed_from.name} {where}.")
         if self.args.enable_jit_checkpoint:
@@ -246,7 +249,9 @@ class ResumesExactly(PushesToHub):
             return
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
-                name, saved, of = type(callback).__name__, callback.state(), state.stateful_callbacks
+                name = type(callback).__name__
+                saved = callback.state()
+                of = state.stateful_callbacks
                 of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
         state.save_to_json(str(folder / STATE))
 
@@ -254,7 +259,9 @@ class ResumesExactly(PushesToHub):
 def record_rng_state(device: torch.device) -> Callable[[], None]:
     """Record the state of the generators of Python, NumPy and torch, and return what restores it."""
     is_cuda = device.type == "cuda"
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if is_cuda else None
 
     def restore() -> None:

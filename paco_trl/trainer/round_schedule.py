@@ -40,7 +40,10 @@ class RoundSchedule:
     """
 
     def __init__(self, args: PaCoGRPOConfig, lengths: Sequence[int]):
-        self.args, self.plan, self.lengths, self.num_rows = args, args.round_plan, np.array(lengths), len(lengths)
+        self.args = args
+        self.plan = args.round_plan
+        self.lengths = np.array(lengths)
+        self.num_rows = len(lengths)
         self.rows_per_round = rows_per_round(self.lengths, self.plan.num_prompts)
         if not self.rows_per_round:
             longest = int(self.lengths.argmax())
@@ -133,11 +136,16 @@ class TrainingRound(Round):
         self, schedule: RoundSchedule, rows: PromptRows, index: int, process_index: int, global_step: int = 0
     ):
         seed, plan = schedule.args.seed, schedule.plan
-        key, row_numbers = (seed, STREAMS["training"], index), schedule.row_numbers(index)
+        key = (seed, STREAMS["training"], index)
+        row_numbers = schedule.row_numbers(index)
         super().__init__(rows, row_numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
-        self.index, self.plan, self.sde, self.global_step = index, plan, schedule.sde(index), global_step
+        self.index = index
+        self.plan = plan
+        self.sde = schedule.sde(index)
+        self.global_step = global_step
         self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
-        self.process_index, self.local_batches = process_index, self.batches[process_index]
+        self.process_index = process_index
+        self.local_batches = self.batches[process_index]
         self.micro_batches: list[Batch] = []
         self.trained_completions: list[float] = []
         self.metrics: dict[str, float] = {}
@@ -238,7 +246,8 @@ class TrainingRound(Round):
                 self.replace(group, saved)
         for name in ("global_step", "trained_completions", "metrics", "seconds"):
             setattr(self, name, state[name])
-        size, samples = self.plan.batch_size, [sample for batch in self.local_batches for sample in batch.samples]
+        size = self.plan.batch_size
+        samples = [sample for batch in self.local_batches for sample in batch.samples]
         for batch_number, saved in enumerate(state["batches"]):
             batch = Batch(samples[batch_number * size : (batch_number + 1) * size])
             for sample, advantage, weight in zip(batch.samples, saved["advantages"], saved["weights"], strict=True):

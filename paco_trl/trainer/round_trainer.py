@@ -254,7 +254,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         family: Family | None, eval_rows: list[PromptRows],
     ) -> tuple[DiffusionPipeline, Family]:  # fmt: skip
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
-        is_full, is_deepspeed = adapter is None, args.deepspeed_plugin is not None
+        is_full = adapter is None
+        is_deepspeed = args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
@@ -380,8 +381,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
         # What an earlier `train()` has left
-        self.statistics.micro_steps, self.round, self.averages = [], None, {}
-        self._step, self._train_time, self._is_first_backward = 0, 0.0, True
+        self.statistics.micro_steps = []
+        self.round = None
+        self.averages = {}
+        self._step = 0
+        self._train_time = 0.0
+        self._is_first_backward = True
         with self._resumable(checkpoint):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
@@ -455,7 +460,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _prepare_inputs(self, inputs):
         """Return the inputs of the current micro-step of the round."""
-        training_round, device = self._current_round(), self.accelerator.device
+        training_round = self._current_round()
+        device = self.accelerator.device
         batch, step = training_round.micro_step(self._step % self.schedule.micro_steps_per_round)
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
             step = step.to(device)
@@ -535,9 +541,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
         """Generate batches of a round, and score their completions meanwhile. Collective: call on all ranks."""
-        started, args = time.perf_counter(), self.args
+        started = time.perf_counter()
+        args = self.args
         encoded = self._encode(training_round, batches)
-        encode_time, self._encode_time = self._encode_time + time.perf_counter() - started, 0.0
+        encode_time = self._encode_time + time.perf_counter() - started
+        self._encode_time = 0.0
         is_hidden = args.disable_tqdm or not self.accelerator.is_main_process
         progress = None if is_hidden else f"Round {training_round.index}: generating"
         started = time.perf_counter()
@@ -578,7 +586,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _resample(self, training_round: TrainingRound, scores: Scores) -> int:
         """Replace prompts that teach nothing, generate and score the new ones, and return their number."""
-        started, num_resampled = time.perf_counter(), 0
+        started = time.perf_counter()
+        num_resampled = 0
         unused_row_numbers = self.schedule.other_row_numbers(training_round.index)
         for _ in range(self.args.max_resample_times):
             # A prompt that lacks rewards stays: failures are counted, and may stop the run
@@ -720,7 +729,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     @property
     def _trained_model(self) -> TrainedModel:
-        average, is_resumed = self.ema.average if self.ema else None, self.resumed_from is not None
+        average = self.ema.average if self.ema else None
+        is_resumed = self.resumed_from is not None
         return TrainedModel(self.model, average, self.zero_stage, self._divided_engine, self.state, is_resumed)
 
     # ---- Checkpoints ----
@@ -755,7 +765,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _load_round(self, checkpoint: Path) -> None:
         """Restore a pending round, if it was divided over as many processes."""
-        index, run = self.accelerator.process_index, read_run(checkpoint)
+        index = self.accelerator.process_index
+        run = read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:
             return
         of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
@@ -821,7 +832,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _save_trained(
         self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True, **card_fields
     ) -> None:
-        card, pictures = self._model_card(use_ema=use_ema, **card_fields), self._pictures(use_ema)
+        card = self._model_card(use_ema=use_ema, **card_fields)
+        pictures = self._pictures(use_ema)
         with saving_with_card(card, folder, pictures, self.published_files):
             save_trained(self.model, self.pipeline, weights, folder)
 
@@ -833,7 +845,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
         """Fill in the card, of the averaged weights or of the last step's."""
-        args, family, prompts = self.args, self.family, self.train_rows
+        args = self.args
+        family = self.family
+        prompts = self.train_rows
         first = [prompts.image_prompts[prompt_number].prompt for prompt_number in prompts.prompt_numbers[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]

@@ -58,9 +58,13 @@ class ChatClient:
         host = check_base_url(base_url)
         if max_concurrency < 1 or not timeout > 0:
             raise ValueError(f"`max_concurrency` is {max_concurrency} and `timeout` {timeout}: one is too small.")
-        self.base_url, self.model, self.max_concurrency = base_url, model, max_concurrency
+        self.base_url = base_url
+        self.model = model
+        self.max_concurrency = max_concurrency
         self.name = f"{model} at {base_url}"
-        self._key, self._key_remedy, self._unavailable = api_key or _NO_KEY, key_remedy, unavailable
+        self._key = api_key or _NO_KEY
+        self._key_remedy = key_remedy
+        self._unavailable = unavailable
         self._process = os.getpid()
         self._length_option = "max_completion_tokens" if host.endswith(_NEW_LENGTH_OPTION) else "max_tokens"
         # Settings for OpenAI's own service (OPENAI_ORG_ID, OPENAI_CUSTOM_HEADERS) are not sent elsewhere
@@ -215,7 +219,8 @@ class ChatEndpoint(ChatClient):
     ):
         key, remedy = None, "Name the environment variable that holds one, as `api_key_variable`."
         if api_key_variable is not None:
-            key, remedy = os.environ.get(api_key_variable, "").strip(), f"It is that of {api_key_variable}."
+            key = os.environ.get(api_key_variable, "").strip()
+            remedy = f"It is that of {api_key_variable}."
             if not key.isascii() or not key.isprintable() or not key:
                 raise ValueError(
                     f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is "

@@ -26,7 +26,8 @@ class OptionError(ValueError):
 
     def __init__(self, message: str, *options: str, remedies: Iterable[str] = ()):
         super().__init__(message)
-        self.options, self.remedies = options, tuple(remedies)
+        self.options = options
+        self.remedies = tuple(remedies)
 
 
 def refuse(errors: Iterable[OptionError]) -> None:

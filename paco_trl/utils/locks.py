@@ -30,7 +30,9 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
     # Next to the directory where its contents tell whether anything was begun. The system releases it with the process
     folder = Path(folder).expanduser().absolute()
     path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
-    state, lock, host = PartialState(), FileLock(path), socket.gethostname()
+    state = PartialState()
+    lock = FileLock(path)
+    host = socket.gethostname()
     refusal, mark = None, None
     wait_for_all()
     if state.is_main_process:

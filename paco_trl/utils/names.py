@@ -11,7 +11,10 @@ from .text import COMPRESSED
 
 
 # Endings of files of rows
-JSON_DATA, TABLES, LINES, PARQUET = (".jsonl", ".json", ".ndjson"), (".csv", ".tsv"), ".txt", ".parquet"
+JSON_DATA = (".jsonl", ".json", ".ndjson")
+TABLES = (".csv", ".tsv")
+LINES = ".txt"
+PARQUET = ".parquet"
 TEXT_DATA = (*JSON_DATA, *TABLES, LINES)
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")

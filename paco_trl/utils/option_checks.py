@@ -28,7 +28,8 @@ QUANTIZATIONS = ("nf4", "int8", "fp8", "fp8_storage")
 SET_LAYOUTS = (None, "grid", "separate")
 PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
 PROTOCOLS = ("default", "published")  # protocols of evaluations
-GRPO_LOSSES, NFT_LOSSES = ("grpo", "grpo_guard"), ("nft", "awm")
+GRPO_LOSSES = ("grpo", "grpo_guard")
+NFT_LOSSES = ("nft", "awm")
 # Fields of PaCoGRPOConfig for stochastic steps. PaCoNFTConfig does not use them
 UNUSED_FIELDS = (
     "sde_type", "sde_steps", "num_sde_steps", "noise_level", "tail_steps",
@@ -135,7 +136,8 @@ def image_errors(
     yield from _unsupported_values(args, defaults, unsupported, _ALTERNATIVES)
     if is_nft:
         yield from _unsupported_values(args, defaults, UNUSED_FIELDS, _NFT_ALTERNATIVES, reason="is for GRPO")
-        unused, reason = UNUSED_WITH[args.loss_type], f"is for {_USED_BY[args.loss_type]}, not for {args.loss_type!r}"
+        unused = UNUSED_WITH[args.loss_type]
+        reason = f"is for {_USED_BY[args.loss_type]}, not for {args.loss_type!r}"
         yield from _unsupported_values(args, defaults, unused, _NFT_ALTERNATIVES, "loss_type", reason=reason)
         if args.loss_type == "awm" and not args.old_policy_beta > 0:  # no old policy is kept
             of_old_policy = ("old_policy_decay_rate", "old_policy_max_decay")
@@ -160,7 +162,8 @@ def image_errors(
     if not {str(value).lower() for value in args.reward_required or ()} <= {"true", "false"}:
         message = f"`reward_required` is {args.reward_required}; it must be true or false for each reward."
         yield OptionError(message, "reward_required")
-    method, threshold = args.multi_objective_aggregation, str(args.log_tame_threshold)
+    method = args.multi_objective_aggregation
+    threshold = str(args.log_tame_threshold)
     if method != "log_tamed" and threshold != str(defaults["log_tame_threshold"]):
         message = f"`log_tame_threshold` is {threshold}, which {method!r} does not use. Unset it."
         yield OptionError(message, "log_tame_threshold", "multi_objective_aggregation")
@@ -351,7 +354,8 @@ def _out_of_range(
 ) -> Iterator[OptionError]:
     """Refuse values out of range, and replace them by their defaults for what is checked next."""
     for name in whole:
-        value, is_list = getattr(args, name), isinstance(getattr(args, name), list | tuple | range)
+        value = getattr(args, name)
+        is_list = isinstance(getattr(args, name), list | tuple | range)
         if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
             kind = "whole numbers" if is_list else "a whole number"
             yield OptionError(f"`{name}` is {value!r}; it must be {kind}.", name)
@@ -389,12 +393,14 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         yield OptionError(message, "jit_checkpoint_signals")
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
         yield OptionError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
-    kwargs, message = args.model_init_kwargs or {}, ""
+    kwargs = args.model_init_kwargs or {}
+    message = ""
     if isinstance(kwargs, str):  # typed on a command line
         try:
             kwargs = json.loads(kwargs)
         except ValueError as error:
-            message, kwargs = f"`model_init_kwargs` is {kwargs!r}, which is not JSON: {error}", {}
+            message = f"`model_init_kwargs` is {kwargs!r}, which is not JSON: {error}"
+            kwargs = {}
     if not isinstance(kwargs, dict):
         message = f'`model_init_kwargs` is {kwargs!r}; it must be arguments by name, as JSON `{{"revision": "main"}}`.'
     elif "torch_dtype" in kwargs:

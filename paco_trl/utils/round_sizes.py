@@ -83,7 +83,8 @@ def round_sizes(
     if settings.keys() <= {"num_prompts_per_generation", "optimizer_steps_per_generation"}:
         are_equal = True  # the prompts may be rounded up
     if not are_equal or steps.denominator > 1 or images % num_generations or images % (batch * steps):
-        below, above = int(images // unit * unit), int(-(-images // unit) * unit)
+        below = int(images // unit * unit)
+        above = int(-(-images // unit) * unit)
         nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
         rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
         # Of a file, the prompts are the last to give way

@@ -52,7 +52,8 @@ class StageFolder:
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
         self.path = Path(path).expanduser().absolute()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._dataset, self._replaced = self.path / "dataset", self.path / "dataset.replaced"
+        self._dataset = self.path / "dataset"
+        self._replaced = self.path / "dataset.replaced"
         self.images = self.path / "images"
         if not self._dataset.exists() and self._replaced.exists():  # killed between the two renames
             os.replace(self._replaced, self._dataset)
@@ -62,7 +63,8 @@ class StageFolder:
         paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
         files = sorted(str(path) for path in paths if not path.name.startswith("."))
         # Round trip through JSON, so that tuples compare equal
-        settings, begun = json.loads(json.dumps(settings)), self.settings
+        settings = json.loads(json.dumps(settings))
+        begun = self.settings
         if files and not begun.keys() & settings.keys():
             raise self._foreign(some_of(files), _SETTINGS)
         # Without another file, the first attempt ended in an error, without a result

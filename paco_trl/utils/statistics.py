@@ -51,7 +51,8 @@ def bootstrap_interval(
     if len(defined) == 0:
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
-    stratum_numbers, group_numbers = np.zeros(len(defined), dtype=int), np.arange(len(defined))
+    stratum_numbers = np.zeros(len(defined), dtype=int)
+    group_numbers = np.arange(len(defined))
     if groups is not None:
         group_numbers, _ = pd.factorize(pd.Series(groups, dtype=object)[defined], use_na_sentinel=False)
     if strata is not None:
@@ -76,7 +77,8 @@ def bootstrap_sums(
 ) -> tuple[float, float]:
     """Compute the percentile bootstrap interval of a statistic of sums over groups, `sums` (terms, groups)."""
     # Not `scipy.stats.bootstrap`: on few groups most of its time is overhead, and a report has thousands of intervals
-    rng, totals = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    totals = []
     for start in range(0, n_resamples, _BATCH):
         groups = rng.integers(0, sums.shape[1], (min(_BATCH, n_resamples - start), sums.shape[1]))
         totals.append(sums[:, groups].sum(axis=-1))  # (terms, batch)

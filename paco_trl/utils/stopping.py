@@ -35,13 +35,15 @@ class Stopped(SystemExit):
     def __init__(self, number: int, by_all: bool = False):
         super().__init__(EXIT_CODE)
         background.exit_code = EXIT_CODE
-        self.signal, self.by_all = signal.Signals(number).name, by_all
+        self.signal = signal.Signals(number).name
+        self.by_all = by_all
 
 
 def _handle(number: int, frame) -> None:
     global _received, _since
     if not _received:
-        _received, _since = number, time.monotonic()
+        _received = number
+        _since = time.monotonic()
         if not _is_deferred:
             raise Stopped(number)
     elif time.monotonic() - _since > _REPEATED_SIGNAL_SECONDS:

@@ -96,5 +96,6 @@ def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "to
             grids, merge_size, config.window_size, config.patch_size
         )
     if is_flash_attention_requested(config):  # others split by these lengths on the host
-        indices, lengths = indices | lengths, {}
+        indices = indices | lengths
+        lengths = {}
     return longest | lengths | {name: to_device(tensor, device) for name, tensor in indices.items()}

@@ -56,8 +56,8 @@ REWARDS = [
         "rewards/judge.py",
         f"{_SERVED}TestKey {_SERVED}TestCheck {_SERVED}TestUnavailable",
         (
-            'api_key or os.environ.get("VLLM_API_KEY"),',
-            'os.environ.get("VLLM_API_KEY") or api_key,',
+            'api_key or os.environ.get("VLLM_API_KEY")\n',
+            'os.environ.get("VLLM_API_KEY") or api_key\n',
         ),
         (
             "if way.read(completion).score is None:\n                raise NoAnswerError",
@@ -554,7 +554,10 @@ DATA = [
     *_mutants(
         "data/grid_prompts.py",
         "test_data.py",
-        ("rows, cols = int(layout[1]), int(layout[2])", "cols, rows = int(layout[1]), int(layout[2])"),
+        (
+            "    rows = int(layout[1])\n    cols = int(layout[2])\n",
+            "    cols = int(layout[1])\n    rows = int(layout[2])\n",
+        ),
         ("or ends_sentence(before):", "or True:"),
         ('    if "" in panels:\n', "    if False:\n"),
     ),
@@ -720,7 +723,7 @@ EVALUATION = [
         "test_edit_pairs.py",
         ('is_macro = benchmark == "edit_reward"', "is_macro = True"),
         ("TIE = 1e-5", "TIE = 1e-1"),
-        ("pair[winner], pair[1 - winner]", "pair[0], pair[1]"),
+        ("    preferred = pair[winner]\n    rejected = pair[1 - winner]\n", "    preferred, rejected = pair\n"),
         ("(math.nan, math.nan) if first is None", "(0.5, 0.5) if first is None"),
     ),
     *_mutants(
@@ -772,7 +775,7 @@ EVALUATION = [
         "test_evaluation.py::TestBootstrap test_t2is_bench.py::TestStatistics",
         ("tail = 50 * (1 - confidence_level)", "tail = 100 * (1 - confidence_level)"),
         ("/ present.sum(axis=1)", "/ present.shape[1]"),
-        ("np.random.default_rng(seed), []", "np.random.default_rng(0), []"),
+        ("    rng = np.random.default_rng(seed)\n", "    rng = np.random.default_rng(0)\n"),
         ("if shape[1] == 1:", "if False:"),
         ("(stratum_numbers, group_numbers), 1)", "(stratum_numbers, group_numbers), 2)"),
         ("    if groups is not None:\n        group_numbers", "    if False:\n        group_numbers"),
@@ -1106,7 +1109,10 @@ SEPARATE_SETS = [
     *_mutants(
         "commands/space.py",
         "test_space.py::TestWrite",
-        ('(1, sets[0]["cols"]), 1, 1', '(1, sets[0]["cols"]), 1, 2'),
+        (
+            '(1, sets[0]["cols"])\n        rows = 1\n        cols = 1\n',
+            '(1, sets[0]["cols"])\n        rows = 1\n        cols = 2\n',
+        ),
         ('if row["cols"] * pixels <= MAX_PIXELS]', "if pixels]"),
     ),
 ]

@@ -149,8 +149,10 @@ class Family(ABC):
 
         `sizes` are width and height of each source image, `area` the approximate number of pixels of the edited image.
         """
-        ratio, step = sizes[0][0] / sizes[0][1], self.size_multiple(pipeline)
-        height, width = (area / ratio) ** 0.5, (area * ratio) ** 0.5
+        ratio = sizes[0][0] / sizes[0][1]
+        step = self.size_multiple(pipeline)
+        height = (area / ratio) ** 0.5
+        width = (area * ratio) ** 0.5
         return max(1, round(height / step)) * step, max(1, round(width / step)) * step
 
     def check_image_size(self, width: int, height: int) -> None:  # noqa: B027  (most pipelines take any)
@@ -232,7 +234,8 @@ def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tens
     # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
     timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
     hidden_states = call["hidden_states"]
-    tokens, sources = sample.to(hidden_states.dtype), hidden_states[:, sample.shape[1] :]
+    tokens = sample.to(hidden_states.dtype)
+    sources = hidden_states[:, sample.shape[1] :]
     if sources.shape[1] > 0:
         tokens = torch.cat([tokens, sources], dim=1)
     return {**call, "hidden_states": tokens, "timestep": timestep}

@@ -53,7 +53,8 @@ class Flux2Family(Family):
             )
 
     def prepare_image(self, pipeline, image, scale):
-        processor, step = pipeline.image_processor, self.size_multiple(pipeline)
+        processor = pipeline.image_processor
+        step = self.size_multiple(pipeline)
         if image.width * image.height > IMAGE_AREA:
             image = processor._resize_to_target_area(image, IMAGE_AREA)
         if scale != 1.0:

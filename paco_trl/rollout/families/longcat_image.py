@@ -112,7 +112,8 @@ class OvisImageFamily(LongCatImageFamily):
         return FluxFamily.call_arguments(self, height, width, guidance_scale, images) | {"negative_prompt": None}
 
     def generation_context(self, pipeline, images):
-        original_encode_prompt, names = pipeline.encode_prompt, ("prompt_embeds", "negative_prompt_embeds")
+        original_encode_prompt = pipeline.encode_prompt
+        names = ("prompt_embeds", "negative_prompt_embeds")
         # It casts embeddings, and thereby the latents, to the dtype of the text encoder
         return encoding_by(
             pipeline,

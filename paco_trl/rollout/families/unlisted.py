@@ -102,7 +102,8 @@ class UnlistedFamily(Family):
         def stop(module: torch.nn.Module, args: tuple) -> None:
             raise TransformerReachedError
 
-        original_encode_prompt, size = pipeline.encode_prompt, self.size_multiple(pipeline)
+        original_encode_prompt = pipeline.encode_prompt
+        size = self.size_multiple(pipeline)
         handle = pipeline.transformer.register_forward_pre_hook(stop, prepend=True)
         arguments = self.call_arguments(size, size, self._guidance_scale, [])
         generator = torch.Generator().manual_seed(0)  # leaves torch's random state unchanged
