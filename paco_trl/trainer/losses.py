@@ -23,7 +23,7 @@ class Advantages(NamedTuple):
 
     values: torch.Tensor  # (N,), 0 for an image that is left out
     is_valid: torch.Tensor  # (N,), whether the image and another one of its group were scored
-    has_spread: torch.Tensor  # (prompts,), whether the rewards of its images differ
+    has_spread: torch.Tensor  # (groups,), whether the rewards of its completions differ
 
 
 def group_advantages(
@@ -32,15 +32,15 @@ def group_advantages(
     scale_rewards: str = "group",
     advantage_clip: float | None = None,
 ) -> Advantages:
-    """Normalize rewards within the images of one prompt (Eq. 2); NaN is left out of every statistic."""
+    """Normalize rewards within the completions of a group (Eq. 2); NaN is left out of every statistic."""
     # In float32 the mean of equal rewards may be off by a bit, and a group without spread would get advantages
-    grouped = rewards.double().view(-1, num_generations)  # (prompts, images)
+    grouped = rewards.double().view(-1, num_generations)  # (groups, completions)
     scored = ~torch.isnan(grouped)
     is_valid = scored & (scored.sum(dim=1, keepdim=True) > 1)  # one alone has nothing to be compared with
 
     deviations = _deviations(grouped, is_valid)
     if scale_rewards == "group":
-        scale = _std(grouped, is_valid) + 1e-4  # (prompts, 1), as in TRL
+        scale = _std(grouped, is_valid) + 1e-4  # (groups, 1), as in TRL
     elif scale_rewards == "batch":
         scale = _std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4  # (1, 1)
     else:
@@ -49,16 +49,16 @@ def group_advantages(
     advantages = deviations / scale
     if advantage_clip is not None:
         advantages = advantages.clamp(-advantage_clip, advantage_clip)
-    has_spread = (deviations != 0).any(dim=1)  # (prompts,)
+    has_spread = (deviations != 0).any(dim=1)  # (groups,)
     return Advantages(advantages.flatten().float(), is_valid.flatten(), has_spread)
 
 
 def informative_groups(
     rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None
 ) -> torch.Tensor:
-    """Tell which prompts have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
-    grouped = rewards.double().view(-1, num_generations)  # (prompts, images)
-    is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (prompts,)
+    """Tell which groups have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
+    grouped = rewards.double().view(-1, num_generations)  # (groups, completions)
+    is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (groups,)
     if min_std is not None:
         is_informative &= _std(grouped, ~torch.isnan(grouped)).flatten() > min_std
     if max_mean is not None:

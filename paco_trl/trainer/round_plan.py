@@ -13,7 +13,7 @@ from ..rollout.rounds import Batch, Sample
 class RoundPlan:
     """Divide a generation round over processes, micro-batches and optimizer steps."""
 
-    num_prompts: int
+    num_prompts: int  # image prompts: of a set of separate images one for each panel
     num_generations: int
     batch_size: int
     num_processes: int

@@ -573,7 +573,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         raise NotImplementedError
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
-        """Tell which prompts of a round are trained, by the summed rewards of its images."""
+        """Tell which groups of a round are trained, by the summed rewards of its completions."""
         return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
 
     def _check_scores(self, training_round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
@@ -585,14 +585,14 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             self._is_warned_of_constants = True
 
     def _resample(self, training_round: TrainingRound, scores: Scores) -> int:
-        """Replace prompts that teach nothing, generate and score the new ones, and return their number."""
+        """Replace groups that teach nothing, generate and score the new ones, and return their number."""
         started = time.perf_counter()
         num_resampled = 0
         unused_row_numbers = self.schedule.other_row_numbers(training_round.index)
         for _ in range(self.args.max_resample_times):
-            # A prompt that lacks rewards stays: failures are counted, and may stop the run
+            # A group that lacks rewards stays: failures are counted, and may stop the run
             is_missing = torch.isnan(scores.rewards[:, self.rewards.excludes_if_missing])
-            is_missing = is_missing.view(len(training_round.row_numbers), -1).any(dim=1)  # (prompts,)
+            is_missing = is_missing.view(len(training_round.row_numbers), -1).any(dim=1)  # (groups,)
             is_informative = self._is_informative(self.rewards.total(scores.rewards, self.num_generations))
             groups = (~is_informative & ~is_missing).nonzero().flatten().tolist()
             replaced = training_round.replace_groups(groups, unused_row_numbers)
@@ -847,8 +847,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Fill in the card, of the averaged weights or of the last step's."""
         args = self.args
         family = self.family
-        prompts = self.train_rows
-        first = [prompts.image_prompts[prompt_number].prompt for prompt_number in prompts.prompt_numbers[0]]
+        rows = self.train_rows
+        first = [rows.image_prompts[prompt_number].prompt for prompt_number in rows.prompt_numbers[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name
@@ -872,11 +872,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             loading=loading_settings(args, is_adapter),
             device=self.accelerator.device.type,
             prompt=first[0] if len(first) == 1 else first,
-            layout=list(prompts.image_layouts[0]),
-            call=pipeline_call(self.pipeline, family, args, prompts),
-            trained_on=prompts.kind,
+            layout=list(rows.image_layouts[0]),
+            call=pipeline_call(self.pipeline, family, args, rows),
+            trained_on=rows.kind,
             method=self._name,
-            settings=image_settings(args, prompts, step, is_adapter, use_ema),
+            settings=image_settings(args, rows, step, is_adapter, use_ema),
             rewards=reward_rows(history, *rewards),
             evaluations=evaluations,
             pictures=sorted(pictures),

@@ -28,7 +28,7 @@ DIRECT = "::TestLoss::test_loss_and_gradient_equal_a_direct_computation"
 
 MUTANTS = [
     # ---- Advantages ----
-    (T + "losses.py", "grouped = rewards.double().view(-1, num_generations)  # (prompts, images)\n    scored", "grouped = rewards.view(-1, num_generations)\n    scored", ADVANTAGES),
+    (T + "losses.py", "grouped = rewards.double().view(-1, num_generations)  # (groups, completions)\n    scored", "grouped = rewards.view(-1, num_generations)\n    scored", ADVANTAGES),
     (T + "losses.py", "(scored.sum(dim=1, keepdim=True) > 1)", "(scored.sum(dim=1, keepdim=True) > 0)", ADVANTAGES),
     (T + "losses.py", "/ mask.sum(1, keepdim=True).clamp(min=1)", "/ mask.shape[1]", ADVANTAGES),
     (T + "losses.py", "scale = _std(grouped, is_valid) + 1e-4", "scale = _std(grouped, is_valid) + 1e-6", ADVANTAGES),
