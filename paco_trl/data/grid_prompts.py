@@ -98,10 +98,10 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
     if len(names) != rows * cols or names not in _panel_markers(rows, cols):
         num_ignored = len(_MARKER.findall(prompt)) - len(names)
         position_markers = "`[TOP]-[LEFT]:`, `[TOP]-[RIGHT]:` ... or " if rows > 1 else "`[LEFT]:`, `[RIGHT]:` ... or "
+        ignored = f" {num_ignored} more are inside sentences, and do not count." if num_ignored else ""
         raise ValueError(
             f"The prompt {excerpt} has {len(names)} panel markers ({' '.join(names)}) that do not fit its "
-            f"{rows}x{cols} grid. Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order. "
-            f"{num_ignored} more are inside sentences, and do not count."
+            f"{rows}x{cols} grid. Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order.{ignored}"
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]
