@@ -723,6 +723,20 @@ class Incomplete(FluxFamily):
     call_at = Family.call_at
 
 
+def test_every_round_is_generated_in_training_mode(make_small):
+    """In another mode compiled blocks would be other graphs, and a resumed run would not be the uninterrupted one."""
+    modes = []
+
+    class Modes(TrainerCallback):
+        def on_round_end(self, args, state, control, model, **kwargs):
+            modes.append({module.training for module in model.get_base_model().transformer_blocks.modules()})
+
+    trainer = make_small(max_steps=2, optimizer_steps_per_generation=1, callbacks=[Modes()])
+    trainer.model.eval()
+    trainer.train()
+    assert modes == [{True}, {True}]
+
+
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_the_class_of_the_optimizer(make_small, momentum):
     """As Trainer takes it: without it, AdamW."""

@@ -123,7 +123,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     A trainer says what of a round is recorded (`_generating`), and what its loss is (`compute_loss`).
     """
 
-    # The loss is divided by the images of the full optimizer step, see `compute_loss`
+    # The loss is divided by the images of the full optimizer step, see `_mean_loss`
     loss_is_scaled_for_ga = True
 
     _tag_names: list[str]
@@ -487,7 +487,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def is_idle_step(self) -> bool:
         """Whether the current optimizer step trains no image."""
         step = self.state.global_step % self.schedule.optimizer_steps_per_round
-        return self.round is not None and self.round.trains_nothing(step)
+        return self.round is not None and self.round.is_idle_step(step)
 
     def _plan_round(self, index: int) -> TrainingRound:
         """Return a round that is not generated yet."""
@@ -621,6 +621,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Run TRL's training step on the next micro-step, after a new round was generated if one is due."""
+        model.train()  # as Trainer does before the inputs are prepared, so that all rounds are generated in one mode
         training_round = self._current_round()
         started = time.perf_counter()
         check = nullcontext()
@@ -646,9 +647,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if self.is_deepspeed_enabled:  # whose update is part of the backward
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
-        yield
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         self.model.zero_grad(set_to_none=True)
 
     def _log_with_step(self, metrics: dict[str, float]) -> None:
