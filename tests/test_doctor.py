@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 import launching
+import paco_trl.rewards
 from hub_server import HubServer
 from paco_trl import PaCoGRPOConfig
 from paco_trl.checkpointing.weights import save_adapter
@@ -28,6 +29,7 @@ from paco_trl.commands.main import main
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
+from paco_trl.rewards.named_rewards import NAMED_REWARDS, NamedReward
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
 from paco_trl.utils.errors import refuse
@@ -51,6 +53,12 @@ HEALTHY["prompt lengths"] = "warning"  # the tiny T5 reads 32 tokens
 
 _REWARD = "def mine(prompts, completions, **kwargs):\n    return [1.0] * len(completions)\n"
 _EVALUATED = {"eval_split": "train", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+
+
+def plant_reward(monkeypatch, name, reward):
+    """Give `--rewards` another name, as if this package had the reward."""
+    monkeypatch.setitem(NAMED_REWARDS, name, NamedReward(f"planted_{name}", "planted"))
+    monkeypatch.setattr(paco_trl.rewards, f"planted_{name}", reward, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +243,7 @@ class TestFaults:
             return reward
 
         for name in planted:
-            monkeypatch.setitem(script_arguments._REWARDS, name, lambda args, name=name: load(name))
+            plant_reward(monkeypatch, name, load(name))
         names = [name for name in planted if name != "text"]
         rows = examine(rewards=[*names, "panel_similarity"])
         expected = healthy() | {f"reward {name}": planted[name][1] for name in names}
@@ -278,7 +286,7 @@ class TestFaults:
         }
         assert verdicts(rows) == healthy("memory") | found
         assert all("the model makers/base" in rows[name].finding + rows[name].advice for name in found)
-        monkeypatch.setitem(script_arguments._REWARDS, "needy", lambda args: needy)
+        plant_reward(monkeypatch, "needy", needy)
         row = examine("model and adapter", model_name_or_path="makers/base", rewards=["needy"])["model and adapter"]
         assert row.verdict == "failed" and "masks" in row.finding
 
@@ -350,7 +358,8 @@ def test_rewards_of_the_evaluation(examine, monkeypatch):
         return planted[name] if name in planted else load(name, script_args)
 
     monkeypatch.setattr(script_arguments, "load_reward", load_counted)
-    monkeypatch.setattr(script_arguments, "_REWARDS", script_arguments._REWARDS | planted)
+    for name, reward in planted.items():
+        plant_reward(monkeypatch, name, reward)
     rows = examine(eval_split="train", eval_on_start=True, eval_rewards=["redness", "judge", "unable"])
     expected = {"evaluation reward judge": "ok", "evaluation reward unable": "failed", "model and adapter": "warning"}
     assert verdicts(rows) == healthy() | expected and "also trained on" in rows["model and adapter"].advice
@@ -656,7 +665,7 @@ def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
         shown["panels"] = [panel.tobytes() for panels in panel_images for panel in panels]
         return list(range(len(completions)))
 
-    monkeypatch.setitem(script_arguments._REWARDS, "own", lambda args: reward)
+    plant_reward(monkeypatch, "own", reward)
     found = examine(rows=rows, rewards=["own"], num_prompts_per_generation=6, **klein, **changes)
     assert found["ratio"].finding.startswith("6 image(s), max |ratio - 1| before the first update 0 ")
     assert found["reward reward"].verdict == "ok"

@@ -18,16 +18,15 @@ from torch import nn
 from transformers import TrainerState
 
 import paco_trl.rewards
-from paco_trl.commands import script_arguments
 from paco_trl.rewards import (
     ClipTReward,
     DuplicateReward,
     LayoutReward,
     PickScoreReward,
-    named_rewards,
     redness_reward,
 )
 from paco_trl.rewards.checks import check_columns
+from paco_trl.rewards.named_rewards import NAMED_REWARDS
 from paco_trl.rewards.scoring import RewardScorer
 from paco_trl.rewards.weighting import RewardError, Rewards
 from paco_trl.rollout.rounds import Round
@@ -142,10 +141,9 @@ class TestFunctions:
         with pytest.raises(ValueError, match="no reward 'clip-reward', only consistency, edit, .* or pass a callable"):
             Rewards("clip-reward")
 
-    def test_each_name_of_the_command_line_is_a_reward(self):
-        assert {*script_arguments._REWARDS} == named_rewards._CLASSES.keys() | named_rewards._FUNCTIONS.keys()
-        classes = {name: getattr(paco_trl.rewards, kind) for name, kind in named_rewards._CLASSES.items()}
-        assert classes["clip_t"] is ClipTReward and all(map(callable, classes.values()))
+    def test_each_name_is_a_reward(self):
+        found = {name: getattr(paco_trl.rewards, reward.attribute) for name, reward in NAMED_REWARDS.items()}
+        assert found["clip_t"] is ClipTReward and all(map(callable, found.values()))
 
     @pytest.mark.parametrize("wrong", [nn.Linear(2, 1), dict], ids=["a module", "a class"])
     def test_other_callables_are_refused(self, wrong):

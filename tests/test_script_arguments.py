@@ -16,6 +16,7 @@ from judge_server import JudgeServer
 from paco_trl.commands import grpo
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
+    check_reward_names,
     get_peft_config,
     load_eval_rewards,
     load_reward,
@@ -32,6 +33,7 @@ from paco_trl.rewards import (
 )
 from paco_trl.rewards.weighting import RewardError
 from paco_trl.rollout.loading import check_config
+from paco_trl.utils.errors import OptionError
 
 
 @pytest.fixture
@@ -249,3 +251,12 @@ def test_served_judges_of_training_and_evaluation(server):
             evaluation(eval_judge_url=second.url)
         with pytest.raises(ValueError, match="eval_judge_url"):
             evaluation(eval_judge_url=second.url, eval_rewards=["redness"])
+
+
+@pytest.mark.parametrize("field", ["rewards", "eval_rewards"])
+def test_a_reward_that_is_named_twice(field):
+    """Before a model is loaded, also those of the evaluation."""
+    settings = {"model_name_or_path": "nowhere", "dataset_name": "demo", "rewards": ["redness"]}
+    check_reward_names(ScriptArguments(**settings | {field: ["redness", "layout"]}))
+    with pytest.raises(OptionError, match=f"`--{field}` has 'layout' twice. Name it once"):
+        check_reward_names(ScriptArguments(**settings | {field: ["layout", "layout"]}))

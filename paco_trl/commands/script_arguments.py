@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
+from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
 from ..utils.errors import OptionError, errors_of
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights
@@ -135,30 +137,7 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
 
 
 _RUBRIC, WORDS = "rubric:", "words:"
-_WITHOUT_MODEL = ("no_duplicates", "layout", "redness", "panel_similarity")
-_WITH_JUDGE = {"consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward"}
-# Lazy: the classes import their models' packages
-_REWARDS: dict[str, Callable[["ScriptArguments"], Callable]] = {
-    "consistency": lambda args: rewards.ConsistencyReward(
-        args.judge_model,
-        args.judge_url,
-        args.judge_question,
-        args.judge_max_pairs,
-        **judge_options(args, args.judge_url),
-    ),
-    "edit": lambda args: rewards.EditReward(args.judge_model, args.judge_url, **judge_options(args, args.judge_url)),
-    "reference": lambda args: rewards.ReferenceReward(
-        args.judge_model, args.judge_url, **judge_options(args, args.judge_url)
-    ),
-    "clip_t": lambda args: rewards.ClipTReward(args.clip_model),
-    "clip_i": lambda args: rewards.ClipIReward(args.clip_model),
-    "pick_score": lambda args: rewards.PickScoreReward(),
-    "no_duplicates": lambda args: rewards.DuplicateReward(),
-    "layout": lambda args: rewards.LayoutReward(),
-    "ocr": lambda args: rewards.OcrReward(),
-    "redness": lambda args: rewards.redness_reward,
-    "panel_similarity": lambda args: rewards.panel_similarity_reward,
-}
+_WITH_JUDGE = [name for name, reward in NAMED_REWARDS.items() if reward.model == "judge"]
 
 
 def _with_judge(names: Iterable[str]) -> list[str]:
@@ -327,28 +306,31 @@ def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_traini
 
 def check_reward_names(script_args: RewardOptions) -> None:
     """Raise an error for a reward that is neither the package's nor the user's, or that is named twice."""
-    names = [*script_args.rewards, *(getattr(script_args, "eval_rewards", None) or ())]
-    for name in names:
+    given = {"rewards": script_args.rewards, "eval_rewards": getattr(script_args, "eval_rewards", None) or []}
+    for field, names in given.items():
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            message = f"`--{field}` has {repeated!r} twice. Name it once; a reward counts more by a larger weight."
+            raise OptionError(message, field)
+    for name in chain(*given.values()):
         if name.startswith(_RUBRIC):
             from ..rewards.judge_rewards import read_rubric
 
             read_rubric(name.removeprefix(_RUBRIC))
         elif name.startswith(WORDS):
             read_words_prompt(name, script_args.judge_url or getattr(script_args, "eval_judge_url", None))
-        elif name not in _REWARDS and "." not in name:
+        elif name not in NAMED_REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             templates = Path(__file__).parents[1] / "templates"
             texts = [*sorted(templates.glob("rubric_*.txt")), *sorted(templates.glob("words_*.yaml"))]
             rubrics = [path.stem.replace("_", ":") for path in texts]
-            near = "".join(f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, _REWARDS, 1)][:1])
+            near = "".join(
+                f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, NAMED_REWARDS, 1)][:1]
+            )
             raise OptionError(
-                f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(_REWARDS)}, "
+                f"Unknown reward {name!r}.{near} `--rewards` takes {', '.join(NAMED_REWARDS)}, "
                 f"{', '.join(rubrics)}, or your own: `my_rewards.py`, "
                 "`my_rewards.py:my_reward` or `my_package.my_reward`."
             )
-        if script_args.rewards.count(name) > 1:
-            message = f"`--rewards` has {name!r} twice. Name it once; a reward counts more by a larger weight."
-            raise OptionError(message, "rewards")
 
 
 def read_words_prompt(name: str, judge_url: str | None) -> "WordsPrompt":
@@ -377,7 +359,7 @@ def check_rewards(script_args: ScriptArguments) -> None:
 
 
 def _is_user_reward(name: str) -> bool:
-    return name not in _REWARDS and not name.startswith((_RUBRIC, WORDS))
+    return name not in NAMED_REWARDS and not name.startswith((_RUBRIC, WORDS))
 
 
 def user_functions(names: Iterable[str]) -> Iterator[Callable]:
@@ -387,7 +369,23 @@ def user_functions(names: Iterable[str]) -> Iterator[Callable]:
 
 def has_model(name: str) -> bool:
     """Tell whether loading a reward may load a model; a user's class may."""
-    return isinstance(find_user_reward(name), type) if _is_user_reward(name) else name not in _WITHOUT_MODEL
+    if name in NAMED_REWARDS:
+        return NAMED_REWARDS[name].model is not None
+    return not _is_user_reward(name) or isinstance(find_user_reward(name), type)
+
+
+def _load_named_reward(name: str, script_args: ScriptArguments) -> Callable:
+    """Load a reward of the package with the options for the model that it has."""
+    model = NAMED_REWARDS[name].model
+    if model == "clip":
+        return make_named_reward(name, script_args.clip_model)
+    if model != "judge":
+        return make_named_reward(name)
+    url = script_args.judge_url
+    options: dict[str, Any] = judge_options(script_args, url)
+    if name == "consistency":
+        options |= {"question": script_args.judge_question, "max_pairs": script_args.judge_max_pairs}
+    return make_named_reward(name, script_args.judge_model, url, **options)
 
 
 def load_reward(name: str, script_args: ScriptArguments) -> Callable:
@@ -401,8 +399,8 @@ def load_reward(name: str, script_args: ScriptArguments) -> Callable:
         url = script_args.judge_url
         num_answers = script_args.judge_answers
         return rewards.WordsReward(judge, name.removeprefix(WORDS), url, num_answers)
-    if name in _REWARDS:
-        return _REWARDS[name](script_args)
+    if name in NAMED_REWARDS:
+        return _load_named_reward(name, script_args)
     reward = find_user_reward(name)
     try:
         return reward() if isinstance(reward, type) else reward
@@ -476,10 +474,10 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
     from ..rewards.checks import check_columns
     from ..rewards.judge_rewards import RUBRICS
 
-    for name, judge in _WITH_JUDGE.items():
+    for name in _WITH_JUDGE:
         if name in script_args.rewards:
             with _default_named(script_args):
-                check_columns(getattr(rewards, judge), dataset, "the dataset")
+                check_columns(getattr(rewards, NAMED_REWARDS[name].attribute), dataset, "the dataset")
     for rubric, needs in RUBRICS.items():
         if (name := _RUBRIC + rubric) in script_args.rewards:
             check_columns(type(name, (), needs), dataset, "the dataset")

@@ -1,37 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by the names that `--rewards` takes, with their defaults."""
+"""The package's rewards by name, for `--rewards` and `reward_funcs`."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from . import image_rewards
+
+class NamedReward(NamedTuple):
+    """A class or function of `paco_trl.rewards`, and the model that it loads: `judge`, `clip`, another, or `None`."""
+
+    attribute: str
+    model: str | None = None
 
 
-# Modules of models are imported when a reward is made
-_CLASSES = {
-    "consistency": "ConsistencyReward", "edit": "EditReward", "reference": "ReferenceReward", "clip_t": "ClipTReward",
-    "clip_i": "ClipIReward", "pick_score": "PickScoreReward", "no_duplicates": "DuplicateReward",
-    "layout": "LayoutReward", "ocr": "OcrReward",
-}  # fmt: skip
-_FUNCTIONS: dict[str, Callable] = {
-    "redness": image_rewards.redness_reward,
-    "panel_similarity": image_rewards.panel_similarity_reward,
+NAMED_REWARDS = {
+    "consistency": NamedReward("ConsistencyReward", "judge"),
+    "edit": NamedReward("EditReward", "judge"),
+    "reference": NamedReward("ReferenceReward", "judge"),
+    "clip_t": NamedReward("ClipTReward", "clip"),
+    "clip_i": NamedReward("ClipIReward", "clip"),
+    "pick_score": NamedReward("PickScoreReward", "pick_score"),
+    "no_duplicates": NamedReward("DuplicateReward"),
+    "layout": NamedReward("LayoutReward"),
+    "ocr": NamedReward("OcrReward", "ocr"),
+    "redness": NamedReward("redness_reward"),
+    "panel_similarity": NamedReward("panel_similarity_reward"),
 }
 
 
-def make_named_reward(name: str) -> Callable:
+def make_named_reward(name: str, *args, **kwargs) -> Callable:
     """
-    Make a reward of the package from its name, such as `"clip_t"`, with its defaults.
+    Make a reward from its name, such as `"clip_t"`, with the arguments of its class.
 
     Raises:
         ValueError: There is no reward of this name.
     """
-    from .. import rewards
+    from .. import rewards  # whose attributes import their packages
 
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    if name in _CLASSES:
-        return getattr(rewards, _CLASSES[name])()
-    raise ValueError(
-        f"There is no reward {name!r}, only {', '.join([*_CLASSES, *_FUNCTIONS])}. Name one, or pass a callable, such as "
-        "`ConsistencyReward(model)` or `RubricReward(model, rubric)` with a judge of yours."
-    )
+    if name not in NAMED_REWARDS:
+        raise ValueError(
+            f"There is no reward {name!r}, only {', '.join(NAMED_REWARDS)}. Name one, or pass a callable, such as "
+            "`ConsistencyReward(model)` or `RubricReward(model, rubric)` with a judge of yours."
+        )
+    reward = getattr(rewards, NAMED_REWARDS[name].attribute)
+    return reward(*args, **kwargs) if isinstance(reward, type) else reward
