@@ -225,8 +225,7 @@ def check_hub(state: DoctorState) -> str:
     if not args.push_to_hub:
         return "Nothing is pushed: `push_to_hub` is off."
     api = HfApi(token=args.hub_token, library_name=_PACKAGE)
-    repo_id = args.hub_model_id
-    repo_id = repo_id or Path(args.output_dir).absolute().name
+    repo_id = args.hub_model_id or Path(args.output_dir).absolute().name
     repo_id, info = find_repository(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
     if info is None:
         return f"The repository {repo_id} at {api.endpoint} will be created."
@@ -264,7 +263,7 @@ def check_data(state: DoctorState) -> str | list[Row]:
         return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
     schedule = RoundSchedule(args, rows[0].lengths)
     steps = schedule.max_steps
-    rounds = schedule.max_steps / schedule.optimizer_steps_per_round
+    rounds = steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
     return f"{finding} {plan}{schedule.describe_unused()}"
 

@@ -85,6 +85,7 @@ class HubPusher:
             self.wait()
             return self._upload(staging_dir, message, f"`paco-trl push {folder}` uploads it when the Hub is back.")
 
+        # As the client's own `upload_folder` does: the caller, who gets the future, has asked not to wait
         return upload() if blocking else self.api.run_as_future(upload)
 
     def wait(self) -> None:

@@ -109,7 +109,7 @@ class ImageRun:
 
     def _load(self, model: str, peft_config: Any) -> None:
         args = self.args
-        init = self.args.model_init_kwargs or {}
+        init = args.model_init_kwargs or {}
         dtype = torch.bfloat16 if args.bf16 else torch.float32
         is_deepspeed = args.deepspeed_plugin is not None
         is_continued = isinstance(peft_config, SavedAdapter | str)

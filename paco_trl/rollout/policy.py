@@ -134,7 +134,7 @@ class Policy:
                         self.encoder.encode(rollout_round.rows, row_numbers, scale, following[:ROWS_AHEAD])
                         batch_encoded = self.encoder.fetch(rollout_round, row_numbers, scale)
                     images = self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
-                    bar.update()
+                    bar.update(bool(batch.groups))  # not for those that make up the numbers
                     yield rollout_round.add(batch, images)
         if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_sets:
             yield rollout_round.exchange(self.accelerator)

@@ -34,17 +34,25 @@ class Sample:
     """
 
     completion: "Completion"
-    generation: int
     panel: int
     is_anchored: bool  # whether it is generated from the first image of its set
     is_filler: bool = False  # it only fills a batch: it is generated, and neither scored nor trained
-    row_number: int = field(init=False)  # row index in the dataset
     prompt_number: int = field(init=False)  # index in `rows.image_prompts`
     size: tuple[int, int] = field(init=False)  # height and width in pixels
     noise_key: tuple[int, ...] = field(init=False)
     initial_noise_key: tuple[int, ...] = field(init=False)
     advantage: float = 0.0
     weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
+
+    @property
+    def row_number(self) -> int:
+        """Row index in the dataset."""
+        return self.completion.row_number
+
+    @property
+    def generation(self) -> int:
+        """Number of its completion in the group."""
+        return self.completion.generation
 
     def as_filler(self) -> "Sample":
         """Return a sample of the same image that only fills a batch."""
@@ -153,20 +161,19 @@ class Round:
             self.completions += completions
             for panel in range(rows.lengths[row_number]):
                 for completion in completions:
-                    sample = Sample(completion, completion.generation, panel, rows.is_anchored and panel > 0)
-                    self._assign(sample, row_number)
+                    sample = Sample(completion, panel, rows.is_anchored and panel > 0)
+                    self._assign(sample)
                     completion.samples.append(sample)
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
             self.samples.append(self.samples[position % num_samples].as_filler())
 
-    def _assign(self, sample: Sample, row_number: int) -> None:
-        """Give a sample a row, with the prompt, size and noise keys that follow from it."""
-        prompt_numbers = self.rows.prompt_numbers[row_number]
-        sample.row_number = row_number
+    def _assign(self, sample: Sample) -> None:
+        """Give a sample the prompt, size and noise keys that follow from its row."""
+        prompt_numbers = self.rows.prompt_numbers[sample.row_number]
         sample.prompt_number = prompt_numbers[sample.panel]
-        sample.size = self.sizes[row_number]
+        sample.size = self.sizes[sample.row_number]
         sample.noise_key = (*self.key, sample.prompt_number, sample.generation)
         first = prompt_numbers[0] if self.rows.shares_noise else sample.prompt_number
         sample.initial_noise_key = (*self.key, first, sample.generation)
@@ -184,9 +191,11 @@ class Round:
     def replace(self, group: int, row_number: int) -> None:
         """Put another row, of the same size and number of images, in the place of a group's."""
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
-            completion.row_number, completion.image = row_number, None
-            for sample in completion.samples:
-                self._assign(sample, row_number)
+            completion.row_number = row_number
+            completion.image = None
+        for sample in self.samples:  # with those that fill batches
+            if sample.completion.group == group:
+                self._assign(sample)
 
     def row_numbers_of(self, batches: list[Batch]) -> list[int]:
         """Return the distinct row numbers of some batches in order, with the row of the filler batches."""
@@ -217,7 +226,9 @@ class Round:
         """Return the first images of the sets of some batches, which other processes may have generated."""
         needed = {sample.completion.number for batch in batches for sample in batch.samples}
         # Each unfinished set has its first image alone
-        generated = [(started.number, image) for started in self.completions for image in started.panels.values()]
+        generated = [
+            (completion.number, image) for completion in self.completions for image in completion.panels.values()
+        ]
         first_images: dict[int, Image.Image] = {}
         # One of each process at a time, which bounds the memory
         for position in range(max(gather([len(generated)]))):
@@ -236,7 +247,8 @@ class Round:
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
         """Return this process's part of sets shared by several processes. Collective: call on all ranks."""
         processes, finished = accelerator.num_processes, []
-        set_numbers = sorted(set(gather_object([started.number for started in self.completions if started.panels])))
+        unfinished = [completion.number for completion in self.completions if completion.panels]
+        set_numbers = sorted(set(gather_object(unfinished)))
         # A set for each process at a time, which bounds the memory
         for first in range(0, len(set_numbers), processes):
             block = set_numbers[first : first + processes]

@@ -147,7 +147,7 @@ class Evaluator:
         """
         args = self.args
         policy = self.policy
-        accelerator = self.policy.accelerator
+        accelerator = policy.accelerator
         generations = args.num_generations_eval
         period = policy.family.size_multiple(policy.pipeline)
         self.rewards.check_group_size(generations, "num_generations_eval")

@@ -214,7 +214,7 @@ class TrainingRound(Round):
         batch = self.micro_batches[batch_number]
         return batch, batch.steps[step]
 
-    def trains_nothing(self, optimizer_step: int) -> bool:
+    def is_idle_step(self, optimizer_step: int) -> bool:
         """Return whether an optimizer step of the round trains no image."""
         return self.trained_completions[optimizer_step % self.plan.num_optimizer_steps] == 0
 

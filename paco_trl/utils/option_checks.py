@@ -355,7 +355,7 @@ def _out_of_range(
     """Refuse values out of range, and replace them by their defaults for what is checked next."""
     for name in whole:
         value = getattr(args, name)
-        is_list = isinstance(getattr(args, name), list | tuple | range)
+        is_list = isinstance(value, list | tuple | range)
         if not all(number is None or isinstance(number, Integral) for number in (value if is_list else [value])):
             kind = "whole numbers" if is_list else "a whole number"
             yield OptionError(f"`{name}` is {value!r}; it must be {kind}.", name)
