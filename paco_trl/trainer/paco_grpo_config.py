@@ -27,7 +27,14 @@ from ..utils.option_checks import (
     image_errors,
     read_scale_rewards,
 )
-from ..utils.round_sizes import RoundSizes, round_divisors, round_sizes, trained_steps
+from ..utils.round_sizes import (
+    DEFAULT_OPTIMIZER_STEPS,
+    DEFAULT_PROMPTS,
+    RoundSizes,
+    round_divisors,
+    round_sizes,
+    trained_steps,
+)
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
@@ -365,15 +372,18 @@ class PaCoGRPOConfig(GRPOConfig):
 
         # Only the optimizer steps may be set
         self._is_default_round = requested._replace(optimizer_steps_per_generation=None) == RoundSizes()
-        expected = 42 if self._is_default_round else requested.num_prompts_per_generation
+        expected = DEFAULT_PROMPTS if self._is_default_round else requested.num_prompts_per_generation
         has_images = requested.generation_batch_size is not None or requested.steps_per_generation is not None
         if expected is not None and not has_images and plan.num_prompts != expected:
             logger.warning(
                 f"`num_prompts_per_generation` is rounded up from {expected} to {plan.num_prompts}, which divides: "
                 f"{plan.summary()}"
             )
-        if requested.optimizer_steps_per_generation is None and plan.num_optimizer_steps > 2:
-            logger.warning(f"`gradient_accumulation_steps` makes more than 2 steps of full groups: {plan.summary()}")
+        if requested.optimizer_steps_per_generation is None and plan.num_optimizer_steps > DEFAULT_OPTIMIZER_STEPS:
+            logger.warning(
+                f"`gradient_accumulation_steps` makes more than {DEFAULT_OPTIMIZER_STEPS} steps of full groups: "
+                f"{plan.summary()}"
+            )
 
     def fitting_prompts(self, count: int) -> list[int]:
         """Return the numbers of prompts up to `count` that make a round of full batches."""
@@ -392,7 +402,9 @@ class PaCoGRPOConfig(GRPOConfig):
         self.steps_per_generation = plan.steps_per_generation
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         complete_config(self)
-        logger.warning(f"The dataset has {count} prompts, fewer than the 42 of a round by default: {plan.summary()}")
+        logger.warning(
+            f"The dataset has {count} prompts, fewer than the {DEFAULT_PROMPTS} of a round by default: {plan.summary()}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers store them."""

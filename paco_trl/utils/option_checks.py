@@ -124,7 +124,7 @@ def image_errors(
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
-    is_nft = "nft_beta" in defaults  # PaCoNFTConfig's
+    is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
         alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
         alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives

@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from .errors import OptionError
 
 
+# Prompts and optimizer steps of a round where nothing sets them (paper)
+DEFAULT_PROMPTS = 42
+DEFAULT_OPTIMIZER_STEPS = 2
+
+
 class RoundSizes(NamedTuple):
     """The fields that set the size of a round; `None` if it follows from others."""
 
@@ -62,7 +67,7 @@ def round_sizes(
     """
     parallel = num_processes * batch_size  # images of a micro-batch on all processes
     num_prompts = requested.num_prompts_per_generation
-    steps = Fraction(requested.optimizer_steps_per_generation or 2)
+    steps = Fraction(requested.optimizer_steps_per_generation or DEFAULT_OPTIMIZER_STEPS)
     images = Fraction(requested.generation_batch_size or 0)
     per_step = Fraction(requested.gradient_accumulation_steps or 0)
     per_step *= Fraction(parallel, num_trained_steps)  # images of an optimizer step
@@ -72,7 +77,9 @@ def round_sizes(
     batch = parallel * num_merged_batches
     unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
     if not images:
-        images = num_prompts * num_generations if num_prompts else steps * per_step or 42 * num_generations
+        images = (
+            num_prompts * num_generations if num_prompts else steps * per_step or DEFAULT_PROMPTS * num_generations
+        )
         images = Fraction(math.ceil(images / unit) * unit)
     if per_step:
         steps = images / per_step
@@ -87,7 +94,7 @@ def round_sizes(
         above = int(-(-images // unit) * unit)
         nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
         rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
-        # Of a file, the prompts are the last to give way
+        # Options of a file give way to those that are typed in this order, the number of prompts last
         batches = ("per_device_rollout_batch_size", "per_device_train_batch_size", "num_generations")
         raise OptionError(
             f"The sizes of a round do not fit together: {', '.join(f'`{n}` = {v}' for n, v in settings.items())}, "
@@ -95,7 +102,8 @@ def round_sizes(
             f"image(s),{rollout} and {num_trained_steps} trained denoising step(s) of each image, all in one "
             f"optimizer step. They give {_number(images)} images in {_number(images / num_generations)} groups, for "
             f"{_number(steps)} optimizer step(s). Set `num_prompts_per_generation` to {nearest}, "
-            "`optimizer_steps_per_generation` if you want another number than 2, and leave the others out.",
+            "`optimizer_steps_per_generation` if you want another number than "
+            f"{DEFAULT_OPTIMIZER_STEPS}, and leave the others out.",
             *RoundSizes._fields[::-1], *batches,
         )  # fmt: skip
     return int(images) // num_generations, int(steps)
