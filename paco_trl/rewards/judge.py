@@ -455,10 +455,10 @@ class ServedJudge:
         )
         try:
             # A judge that is unavailable for one question cancels the others
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._query(*query)) for query in zip(bodies, ways, strict=True)]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            async with asyncio.TaskGroup() as task_group:
+                tasks = [task_group.create_task(self._query(*query)) for query in zip(bodies, ways, strict=True)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         answers = [task.result() for task in tasks]
         if reasons := Counter(answer.reason for answer in answers if answer.reason is not None):
             counts = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())

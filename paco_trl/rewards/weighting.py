@@ -39,7 +39,7 @@ class Rewards:
         weights (`list[float]`, *optional*):
             Weight of each reward in the sum. If `None`, all are 1.
         required (`list[bool]`, *optional*):
-            Whether images without the reward are excluded. If `None`, all rewards are required.
+            Whether completions without the reward are excluded. If `None`, all rewards are required.
         method, threshold:
             See [`aggregate_rewards`].
     """
@@ -63,7 +63,7 @@ class Rewards:
         if method == "log_tamed" and int((self.weights != 0).sum()) == 1:
             method = "sum_then_normalize"  # a single reward needs no balance
         self.method, self.threshold = method, threshold
-        # An image without one of these is not scored
+        # A completion without one of these is not scored
         self.excludes_if_missing = torch.tensor(self.required) & (self.weights != 0)  # (K,)
         self._warned_rewards: set[str] = set()
         self.is_async = [is_async_reward(function) for function in self.functions]
@@ -72,7 +72,7 @@ class Rewards:
         ]
 
     def check_group_size(self, num_generations: int, option: str) -> None:
-        """Reject groups of one image if a reward compares the images of a prompt."""
+        """Reject groups of one completion if a reward compares those of a group."""
         comparing = [name for name, compares in zip(self.names, self.compares_group, strict=True) if compares]
         if comparing and num_generations < 2:
             raise ValueError(
@@ -118,7 +118,7 @@ class Rewards:
     # ---- Aggregation ----
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """Aggregate `(images, K)` rewards to `(images,)`, NaN where one is not scored; see [`aggregate_rewards`]."""
+        """Aggregate `(completions, K)` rewards to `(completions,)`, NaN where one is not scored; see [`aggregate_rewards`]."""
         minima = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
         for name, value, weight in zip(self.names, minima, self.weights.tolist(), strict=True):
             if self.method == "geometric_mean" and weight and value < 0:
@@ -137,7 +137,7 @@ class Rewards:
 
     def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
         """Compute the weighted sum that TRL logs as `reward`, whatever the aggregation: taming would make it jump."""
-        # Without groups an optional reward cannot be neutralized, so images without it have no sum
+        # Without groups an optional reward cannot be neutralized, so completions without it have no sum
         required = None if num_generations is None else self.required
         return aggregate_rewards(
             rewards, self.weights, "sum_then_normalize", num_generations=num_generations, required=required

@@ -204,8 +204,8 @@ def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
 def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, list[nn.Module]]:
     """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:
-        return {group: [] for group in rewards}
-    models = {group: offloadable_models(group.functions, args.device) for group in rewards}
+        return {scored: [] for scored in rewards}
+    models = {scored: offloadable_models(scored.functions, args.device) for scored in rewards}
     if not any(models.values()):
         logger.warning(
             "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, "

@@ -48,14 +48,16 @@ logger = get_logger(__name__)
 
 @dataclass
 class Evaluation:
-    """Scores of a dataset's generated images, the same on every process except for the thumbnails."""
+    """Scores of a dataset's completions, the same on every process except for the thumbnails."""
 
-    rewards: torch.Tensor  # (images, rewards), prompt-major, NaN where one could not be computed
-    total: torch.Tensor  # (images,), weighted sum of the rewards
-    grid_artifacts: torch.Tensor  # (images,)
+    rewards: torch.Tensor  # (completions, rewards), group by group, NaN where one could not be computed
+    total: torch.Tensor  # (completions,), weighted sum of the rewards
+    grid_artifacts: torch.Tensor  # (completions,)
     extra: dict[str, list] = field(default_factory=dict)  # columns that rewards logged
     logged: dict[str, float] = field(default_factory=dict)  # metrics that rewards logged, and of the images
-    pictures: dict[int, Image.Image] = field(default_factory=dict)  # thumbnails by image number, on the main process
+    pictures: dict[int, Image.Image] = field(
+        default_factory=dict
+    )  # thumbnails by completion number, on the main process
 
 
 @dataclass(frozen=True)
