@@ -596,7 +596,7 @@ class TestErrors:
         assert waited == [(60.0, "")] and "'late'" in capsys.readouterr().err
 
     @pytest.mark.parametrize("save_steps", [1, 100])
-    def test_ctrl_c_says_how_to_resume(self, make_trainer, capsys, save_steps):
+    def test_a_second_ctrl_c_says_how_to_resume(self, make_trainer, capsys, save_steps):
         class Interrupt(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
                 if state.global_step == 1:

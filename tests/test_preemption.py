@@ -24,6 +24,8 @@ from transformers import Trainer, TrainerCallback
 from kill_runs import Run, check_same_end, different
 from launching import ROOT, check_run, run
 from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.commands import main
+from paco_trl.commands.training import train_and_save
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.resuming import ResumesExactly
 from paco_trl.utils.background import abandon_at_exit
@@ -214,6 +216,29 @@ class TestInOneProcess:
         assert isinstance(end.value, Stopped) == (code is None) and end.value.code == EXIT_CODE
         saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
         assert saved == ([] if code is None else ["checkpoint-2"])
+
+    @pytest.mark.parametrize("is_repeated", [False, True])
+    def test_ctrl_c_in_a_command_saves_what_was_trained(self, make_trainer, capfd, is_repeated):
+        """Once it ends the run with a checkpoint, and says so at once; twice it ends it as it is."""
+
+        class Interrupt(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    assert "Stopping with a checkpoint" in capfd.readouterr().err
+                    if is_repeated:
+                        time.sleep(1.1)  # a launcher passes it on within a second
+                        os.kill(os.getpid(), signal.SIGINT)
+
+        trainer = make_trainer(max_steps=4, callbacks=[Interrupt()])
+        assert main.answer("grpo", lambda: train_and_save(trainer, None, None)) == 130
+        said = capfd.readouterr().err
+        saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
+        if is_repeated:
+            assert saved == [] and said.endswith("paco-trl grpo: stopped. Nothing is saved.\n")
+        else:
+            assert saved == ["checkpoint-2"] and "Stopped by Ctrl-C at step 2, which is saved in" in said
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_workers_that_are_left_do_not_hold_up_the_exit(self):
         code = "from torch.utils.data import DataLoader\nfrom paco_trl.utils.stopping import ignore_stop_in_workers\n"

@@ -37,7 +37,7 @@ from ..checkpointing.checkpoints import (
 )
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
-from ..utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
+from ..utils.stopping import Stopped, agree, defer_stop, stop_signals
 from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
 
 
@@ -132,7 +132,7 @@ class ResumesExactly(PushesToHub):
                     sys.stderr.write(f"Stopped by {stopped.signal} {where}.\n")
                 if stopped.by_all:
                     end_training(self.accelerator)
-                raise SystemExit(EXIT_CODE) from None
+                raise SystemExit(stopped.code) from None
 
     def _begin_run(self) -> None:
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop when a scheduler asks for it, with SIGTERM or SIGUSR1: at once, or when all processes agree."""
+"""
+Stop when a scheduler asks for it, with SIGTERM or SIGUSR1, or Ctrl-C in a command: at once, or when all processes agree.
+"""
 
+import os
 import signal
 import threading
 import time
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 # "Try again" in sysexits.h: neither an error (1) nor a process that was killed (128 + signal), which has saved nothing
 EXIT_CODE = 75  # `os.EX_TEMPFAIL`; Windows lacks the name
+_INTERRUPTED = 130  # of Ctrl-C, as shells have it
 SIGNALS = ("SIGTERM", "SIGUSR1")
 NOT_ON_WINDOWS = "paco_trl runs on Linux only. On Windows, use it in WSL 2."
 # Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
@@ -33,9 +37,10 @@ class Stopped(SystemExit):
     """A signal ends the process; `by_all` if all processes have agreed to stop."""
 
     def __init__(self, number: int, by_all: bool = False):
-        super().__init__(EXIT_CODE)
-        background.exit_code = EXIT_CODE
-        self.signal = signal.Signals(number).name
+        code = _INTERRUPTED if number == signal.SIGINT else EXIT_CODE
+        super().__init__(code)
+        background.exit_code = code
+        self.signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.by_all = by_all
 
 
@@ -46,7 +51,14 @@ def _handle(number: int, frame) -> None:
         _since = time.monotonic()
         if not _is_deferred:
             raise Stopped(number)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # At once, since a step may take minutes
+            os.write(
+                2, b"\nStopping with a checkpoint when this step allows. Ctrl-C again stops at once, without one.\n"
+            )
     elif time.monotonic() - _since > _REPEATED_SIGNAL_SECONDS:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
