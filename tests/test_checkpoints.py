@@ -132,6 +132,10 @@ def test_what_is_incomplete_is_not_found(tmp_path, damage):
     assert find_checkpoint(tmp_path, True) == whole
     with pytest.raises(ValueError, match=name):
         find_checkpoint(tmp_path, str(broken))
+    with pytest.raises(
+        ValueError, match=f"is the directory of a run. Name one of its checkpoints, such as '{broken}'"
+    ):
+        find_checkpoint(tmp_path / "other", str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["", "a card with notes of mine", None])

@@ -221,9 +221,12 @@ class TestCheckImageSetColumns:
                 check_image_set_columns(data)
         with pytest.raises(ValueError, match="Row 0 has rows='two' and cols=2; both must be whole numbers from 1 on"):
             check_image_set_columns([image_set_row(rows="two")])
-        others = {"image": "To edit images add `--edits`", "layout": "Convert raw T2IS rows with `convert_t2is`"}
-        for column, remedy in others.items():
-            with pytest.raises(ValueError, match=f"The prompts have no `cols`. {remedy}"):
+        others = {
+            "image": r"The rows have source images \(`image`\). To edit them add `--edits`",
+            "layout": "The prompts have no `cols`. Convert raw T2IS rows with `convert_t2is`",
+        }
+        for column, message in others.items():
+            with pytest.raises(ValueError, match=message):
                 check_image_set_columns(Dataset.from_list([row | {column: "x"}]))
         for data in ([], Dataset.from_list([])):
             with pytest.raises(ValueError, match="no rows"):

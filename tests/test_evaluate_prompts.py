@@ -199,7 +199,7 @@ def test_an_error_about_the_default_rewards_says_that_they_are(rewards, files, t
 
 
 @pytest.mark.parametrize(("trained_on", "is_known"), [("edits", True), ("sets", False)])
-def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters, tiny_flux, tmp_path, caplog):
+def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters, tiny_flux, tmp_path):
     shutil.copytree(adapters["moved"], tmp_path / "moved")
     save_settings(ImageModelCard("moved", "moved", str(tiny_flux), trained_on=trained_on), tmp_path / "moved")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
@@ -208,7 +208,6 @@ def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters
     words = ["--dataset_name", tmp_path / "edits.jsonl", "--adapter", tmp_path / "moved", "--judge_model", tiny_flux]
     with pytest.raises(ValueError, match="no vision-language model" if is_known else "add `--edits`"):
         evaluate(*words, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
-    assert ("`--height`, `--width` would do nothing" in caplog.text) == is_known
     with pytest.raises(ValueError, match="add `--edits`"):
         evaluate(*words, "--edits", False, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
 

@@ -769,6 +769,8 @@ class TestBadInput:
             ("`lora_dropout`", {"peft_config": LoraConfig(r=4, lora_dropout=0.05)}),
             ("`lora_alpha`", {"peft_config": LoraConfig(r=4, lora_alpha=0)}),
             ("`task_type`", {"peft_config": LoraConfig(r=4, task_type="SEQ_CLS")}),
+            ("Pass a class and its arguments", {"optimizer_cls_and_kwargs": torch.optim.SGD}),
+            ("keyword argument 'lrr'.*Pass a class", {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lrr": 0.1})}),
         ],
     )
     def test_settings(self, make_trainer, token, settings):

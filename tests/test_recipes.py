@@ -444,13 +444,12 @@ class TestTypedOptions:
         assert parsed[1].panel_generation == "anchored"
         fit_panel_options(*parsed[:2], Dataset.from_dict(single), None)
         assert parsed[1].panel_generation == "independent" and "panel_generation" in caplog.text
-        assert "--height" not in caplog.text  # which the recipe has
         sized = Dataset.from_dict(single | {"height": [64], "width": [64]})
+        fit_panel_options(*parsed[:2], sized, None)  # the recipe has another height, which nobody typed
         parsed[0].typed = {"height", "width"}
-        fit_panel_options(*parsed[:2], sized, sets)
-        assert "--height" not in caplog.text
-        fit_panel_options(*parsed[:2], sized, None)
-        assert "`--height`, `--width` would do nothing" in caplog.text
+        fit_panel_options(*parsed[:2], sized, sets)  # where some rows have none
+        with pytest.raises(ValueError, match="each row of the data has a `height` of its own"):
+            fit_panel_options(*parsed[:2], sized, None)
         parsed[1].offload_rewards = True  # by the recipe
         fit_reward_options(*parsed[:2], [redness_reward, with_model := lambda **columns: None])
         assert not parsed[1].offload_rewards

@@ -3,9 +3,12 @@
 
 import dataclasses
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -17,6 +20,7 @@ from paco_trl.commands import grpo
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
     check_reward_names,
+    check_sizes,
     get_peft_config,
     load_eval_rewards,
     load_reward,
@@ -260,3 +264,16 @@ def test_a_reward_that_is_named_twice(field):
     check_reward_names(ScriptArguments(**settings | {field: ["redness", "layout"]}))
     with pytest.raises(OptionError, match=f"`--{field}` has 'layout' twice. Name it once"):
         check_reward_names(ScriptArguments(**settings | {field: ["layout", "layout"]}))
+
+
+@pytest.mark.parametrize("height", [64, 96, 128])
+def test_a_size_that_no_row_has(height):
+    """It would do nothing: each row has its own. A size that some have may stay, as in a file for several datasets."""
+    rows = Dataset.from_list([{"prompt": "A cat.", "height": size, "width": 64} for size in (64, 96)])
+    args = SimpleNamespace(typed={"height"})
+    sizes = SimpleNamespace(height=height, width=512, resolution_scale=1.0)
+    message = r"`--height` is 128, but each row .* a `height` of its own \(64, 96\).*`--resolution_scale` trains"
+    with pytest.raises(OptionError, match=message) if height == 128 else nullcontext():
+        check_sizes(args, sizes, rows)
+    check_sizes(args, sizes, rows.remove_columns("height"))
+    check_sizes(SimpleNamespace(typed=set()), sizes, rows)

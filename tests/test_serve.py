@@ -18,6 +18,7 @@ from launching import ROOT
 from paco_trl.commands import serve
 from paco_trl.commands.main import main
 from paco_trl.commands.serve import ServeArguments, serve_command
+from paco_trl.utils.errors import OptionError
 
 
 KEY = "sk-not-for-anyones-eyes"
@@ -136,6 +137,24 @@ class TestCommandLine:
         for rank in (0, 513):
             with pytest.raises(ValueError, match=f"rank {rank}"):
                 command_for(save_adapter(tmp_path / f"rank-{rank}", {LANGUAGE: rank}))
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_an_image_model_is_no_judge(tiny_flux, tmp_path, is_adapter):
+    model = tiny_flux
+    if is_adapter:
+        model = tmp_path / "adapter"
+        model.mkdir()
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(tiny_flux), "r": 4}
+        (model / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(OptionError, match="image pipeline.*, no vision-language model, as a judge must be"):
+        command_for(model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("port", 99999), ("gpu_memory_utilization", 3.0)])
+def test_values_that_vllm_would_refuse_later(name, value):
+    (error,) = ServeArguments(**{name: value}).errors()
+    assert f"`--{name}` is {value:g}; it must be" in str(error) and not [*ServeArguments().errors()]
 
 
 class TestMain:

@@ -156,6 +156,9 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
     is_path = requested is not True and requested != "auto"
     if is_path and not Path(str(requested)).exists():
         checkpoints_of(Path(str(requested)).parent)  # restores a checkpoint after a kill
+    if is_path and (of_run := checkpoints_of(str(requested))):
+        message = f"'{requested}' is the directory of a run. Name one of its checkpoints, such as '{of_run[0]}'."
+        raise OptionError(message, "resume_from_checkpoint")
     for checkpoint in [Path(str(requested))] if is_path else checkpoints_of(output_dir):
         if not (files := incomplete_files(checkpoint)):
             return checkpoint

@@ -60,10 +60,10 @@ from .script_arguments import (
     RewardOptions,
     ScriptArguments,
     check_judged,
+    check_sizes,
     find_unused_edit_options,
     load_rewards,
     load_train_prompts,
-    warn_of_unused_sizes,
 )
 
 
@@ -92,7 +92,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     settings = _settings(args, base)
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
-    warn_of_unused_sizes(args, rows.dataset)
+    check_sizes(args, args, rows.dataset)
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
         refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))

@@ -179,7 +179,9 @@ def launch(command: list[str], argv: list[str]) -> None:
     parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
     parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))
     options, remaining = parser.parse_known_args(argv)
-    file, number = options.accelerate_config, options.num_processes
+    file = options.accelerate_config
+    file = None if str(file).lower() in ("none", "null") else file  # to leave out that of a file
+    number = options.num_processes
     if is_launched and remaining != argv:
         raise OptionError(
             "`--num_processes` and `--accelerate_config` have no effect in a command that is already launched. Leave "

@@ -92,6 +92,14 @@ class ServeArguments:
     )
     vllm_args: list[str] = option([], "Further arguments for `vllm serve`. On the command line they follow `--`.")
 
+    def errors(self) -> Iterator[OptionError]:
+        """Yield errors of values that vLLM would refuse minutes later."""
+        if not 0 < self.port < 2**16:
+            yield OptionError(f"`--port` is {self.port}; it must be between 1 and {2**16 - 1}.", "port")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            message = f"`--gpu_memory_utilization` is {self.gpu_memory_utilization:g}; it must be a fraction up to 1."
+            yield OptionError(message, "gpu_memory_utilization")
+
 
 def _parse(cls: type, command: str, argv: list[str], **kwargs) -> Any:
     return CommandParser(cls, prog=f"paco-trl {command}", check=check_names, **kwargs).parse_args_and_config(argv)[0]

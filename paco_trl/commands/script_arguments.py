@@ -20,7 +20,7 @@ from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
 from ..utils.errors import OptionError, errors_of
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights
-from ..utils.text import read_text
+from ..utils.text import read_text, some_of
 from .options import find_unused, option
 from .user_rewards import find_user_reward
 
@@ -255,7 +255,7 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
 
     prompts = [dataset for dataset in datasets if dataset]
     sets = [arrange_sets(dataset, args.set_layout) for dataset in prompts if "rows" in dataset.column_names]
-    warn_of_unused_sizes(script_args, *sets, *(dataset for dataset in prompts if "rows" not in dataset.column_names))
+    check_sizes(script_args, args, *sets, *(dataset for dataset in prompts if "rows" not in dataset.column_names))
     if any(SEPARATE in dataset["layout"] for dataset in sets if "layout" in dataset.column_names):
         return
     for name in PANEL_OPTIONS:
@@ -268,15 +268,20 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
             setattr(args, name, default)
 
 
-def warn_of_unused_sizes(args: Any, *datasets: "Dataset") -> None:
-    """Warn of a typed height or width that has no effect, since every row has its own."""
-    unused = [
-        name
-        for name in ("height", "width")
-        if datasets and all(name in dataset.column_names and None not in dataset[name] for dataset in datasets)
-    ]
-    for error in find_unused(args, unused, "since each row has its own"):
-        logger.warning(str(error))
+def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
+    """Refuse a typed height or width that no image would have, since every row has another of its own."""
+    for name in ("height", "width"):
+        if not datasets or not all(name in dataset.column_names for dataset in datasets):
+            continue
+        sizes = {size for dataset in datasets for size in dataset[name]}
+        value = getattr(value_of, name)
+        if name in args.typed and None not in sizes and value not in sizes:
+            scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
+            raise OptionError(
+                f"`--{name}` is {value}, but each row of the data has a `{name}` of its own ({some_of(sorted(map(str, sizes)))}). "
+                f"Leave the option out, or the columns `height` and `width`.{scaled}",
+                name,
+            )
 
 
 def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:

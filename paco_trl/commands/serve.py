@@ -32,10 +32,14 @@ _VISION_LAYERS = re.compile(r"\.(visual|vision_tower|vision_model|multi_modal_pr
 def serve_command(args: ServeArguments, executable: str) -> list[str]:
     """Build the command that starts vLLM for a whole model, or for an adapter and its base model."""
     # A slow import
-    from ..rewards.paco_reward import resolve_base_model
+    from ..rewards.paco_reward import describe_image_model, resolve_base_model
 
+    model = args.model_name_or_path
     name = args.served_model_name
-    base, base_kwargs, is_adapter = resolve_base_model(args.model_name_or_path, {})
+    base, base_kwargs, is_adapter = resolve_base_model(model, {})
+    if (what := describe_image_model(model, base)) is not None:
+        message = f"{model!r} is {what}, no vision-language model, as a judge must be."
+        raise OptionError(message, "model_name_or_path")
     # With an adapter the two names must differ, or vLLM answers with the base model
     command = [executable, "serve", base, "--served-model-name", f"{name}-base" if is_adapter else name]
     command += ["--host", args.host, "--port", str(args.port)]
@@ -53,7 +57,7 @@ def serve_command(args: ServeArguments, executable: str) -> list[str]:
     if args.gpu_memory_utilization is not None:
         command += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
     if is_adapter:
-        command += _adapter_options(args.model_name_or_path, name)
+        command += _adapter_options(model, name)
         if "revision" in base_kwargs:
             command += ["--revision", base_kwargs["revision"]]
     return [*command, *map(str, args.vllm_args)]  # numbers from a YAML file are not strings

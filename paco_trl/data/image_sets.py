@@ -74,10 +74,12 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
         found = {name for row in rows for name in row}
         if isinstance(dataset_or_rows, Dataset):  # also the columns that were not selected
             found = {*dataset_or_rows.column_names}
+        if sources := sorted(found & {"image", "images"}):
+            raise ValueError(
+                f"The rows have source images (`{sources[0]}`). To edit them add `--edits`, or use `load_edit_prompts`."
+            )
         remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
-        if found & {"image", "images"}:
-            remedy = "To edit images add `--edits`, or use `load_edit_prompts`."
-        elif "layout" in found:
+        if "layout" in found:
             remedy = "Convert raw T2IS rows with `convert_t2is`."
         raise ValueError(f"The prompts have no {' and no '.join(f'`{name}`' for name in missing)}. {remedy}")
     for index, row in enumerate(rows):

@@ -196,7 +196,7 @@ class PaCoReward:
                 model, trust_remote_code=trust_remote_code, **hub_arguments(kwargs)
             )
         except (OSError, ValueError) as error:
-            if (what := _describe_image_model(name, base)) is not None:
+            if (what := describe_image_model(name, base)) is not None:
                 raise ValueError(f"{name!r} is {what}, no vision-language model, as a judge must be.") from error
             if isinstance(error, OSError):  # whose message may not name the model
                 raise OSError(f"The judge {model!r} cannot be read. {error}") from error
@@ -581,12 +581,12 @@ def read_judge_config(model: str) -> PreTrainedConfig:
         base = resolve_base_model(model, {})[0]
         return AutoConfig.from_pretrained(base)
     except (OSError, ValueError) as error:  # whose message may not name the model
-        if (what := _describe_image_model(model, base)) is not None:
+        if (what := describe_image_model(model, base)) is not None:
             raise OSError(f"The reward model '{model}' is {what}. Pass a vision-language model.") from error
         raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
 
 
-def _describe_image_model(model: str, base: str) -> str | None:
+def describe_image_model(model: str, base: str) -> str | None:
     """Describe a model that generates images, which was passed as a judge; `None` for other models."""
     is_ours = read_record(os.path.join(model, SETTINGS)).get("kind") == ImageModelCard.kind
     if not is_ours and not os.path.isfile(os.path.join(base, "model_index.json")):

@@ -73,7 +73,7 @@ def check_has_evaluation(args: Any, has_dataset: bool) -> None:
     if not has_dataset and (args.eval_strategy != "no" or args.eval_on_start):
         raise ValueError(
             f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there is "
-            "no `eval_dataset`. Pass one, or switch them off."
+            "no `eval_dataset` (on the command line `--eval_split`). Pass one, or switch them off."
         )
 
 

@@ -81,6 +81,18 @@ def name_checkpointing(config: TrainingArguments) -> None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
 
+def check_optimizer_class(optimizer_cls_and_kwargs: Any) -> None:
+    """Check a class of an optimizer and its arguments before a model is loaded, by making one."""
+    try:
+        optimizer_class, kwargs = optimizer_cls_and_kwargs
+        optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`optimizer_cls_and_kwargs` is {optimizer_cls_and_kwargs}, from which no optimizer can be made ({error}). "
+            'Pass a class and its arguments, such as `(torch.optim.SGD, {"lr": 0.1})`.'
+        ) from error
+
+
 def check_optimizer(args: TrainingArguments) -> None:
     """Refuse an optimizer or a schedule that Trainer would refuse when the models are loaded."""
     settings = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"

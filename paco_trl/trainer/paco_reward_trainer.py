@@ -50,7 +50,7 @@ from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
 from .checks import check_has_evaluation, check_pairs, warn_of_trained_pairs
-from .config_utils import check_best_metric, copy_config
+from .config_utils import check_best_metric, check_optimizer_class, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
@@ -268,6 +268,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
         args = copy_config(args)
+        if optimizer_cls_and_kwargs is not None:
+            check_optimizer_class(optimizer_cls_and_kwargs)
         named = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         datasets: list[tuple[str, Any]] = [("train_dataset", train_dataset)]
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]

@@ -86,7 +86,7 @@ from .checks import (
     read_train_rows,
     warn_of_trained_rows,
 )
-from .config_utils import copy_config
+from .config_utils import check_optimizer_class, copy_config
 from .console import use_console
 from .evaluator import Evaluator, TrainedModel, evaluation_metrics
 from .losses import (
@@ -162,6 +162,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if not isinstance(args, self._config_class) or args.loss_types != self._config_class.loss_types:
             raise TypeError(f"`args` is a {type(args).__name__}; it must be a `{self._config_class.__name__}`.")
         args = copy_config(args)
+        if optimizer_cls_and_kwargs is not None:
+            check_optimizer_class(optimizer_cls_and_kwargs)
         if quantization_config is not None:
             args.model_init_kwargs = with_quantization(args.model_init_kwargs, quantization_config, model)
         adapter = None if peft_config is None else read_peft_config(peft_config, model, args.model_init_kwargs)
