@@ -11,8 +11,10 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from paco_trl.planning import plan_memory
+from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS, train_tokenizer
 from testing_utils import are_equal
 
 
@@ -53,6 +55,21 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class TestBuild:
+    def test_configs_have_the_ids_of_the_published_tokenizer(self, full_size, tmp_path):
+        """Also where the tokenizer comes after the model in the index, as in Qwen-Image-Edit."""
+        build_model, _ = full_size
+        special = ["<|another|>", *SPECIAL_TOKENS[1:]]
+        tokenizer = train_tokenizer(Qwen2Tokenizer, ["A red hat."] * 9, special, 400)
+        tokenizer.save_pretrained(tmp_path / "tokenizers" / "qwen2.5-vl")
+        ids = {}
+        for name, tokenizers in (("tiny", None), ("published", tmp_path / "tokenizers")):
+            build_model.write_parts("Qwen/Qwen-Image-Edit", tmp_path / name, tokenizers, {})
+            config = json.loads((tmp_path / name / "text_encoder" / "config.json").read_text())
+            ids[name] = config["image_token_id"]
+            loaded = AutoTokenizer.from_pretrained(tmp_path / name / "tokenizer")
+            assert ids[name] == loaded.convert_tokens_to_ids("<|image_pad|>")
+        assert ids["published"] == ids["tiny"] + 1
+
     def test_it_loads_as_published_and_a_build_that_was_interrupted_continues(self, full_size, monkeypatch, tmp_path):
         build_model, _ = full_size
         monkeypatch.setattr(build_model, "SHARD", 10_000)

@@ -99,9 +99,11 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def write_parts(model: str, folder: Path, tokenizers: Path | None, configs: dict[str, dict[str, Any]]) -> None:
     """Write what a model has without weights: configs, of which some entries may be others, and tokenizers."""
     write_known_model(model, folder)
-    for part, (_, class_name) in read_parts(folder).items():
+    parts = read_parts(folder)
+    for part, (_, class_name) in parts.items():
         if tokenizers is not None and class_name in TOKENIZERS:
             copy_tokenizer(tokenizers / TOKENIZERS[class_name], folder / part)
+    for part in parts:  # some configs have ids of the tokenizer
         path = folder / part / "config.json"
         if path.exists():
             config = json.loads(path.read_text(encoding="utf-8"))
