@@ -21,11 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from launching import CPU_DDP, CPU_ZERO3, _accelerate_environments
+from launching import CPU_DDP, CPU_FSDP2, CPU_ZERO3, _accelerate_environments
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+from paco_trl.checkpointing.weights import trained_parameters
 from paco_trl.hub.cards import _TEMPLATES
 from paco_trl.rewards import redness_reward
 from paco_trl.rewards.scoring import RoundScoring
+from paco_trl.utils.fsdp import gather_state, local_part
 from testing_utils import LORA, SMALL_RUN, square_prompts
 
 
@@ -208,9 +210,12 @@ def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
         "ema": dict(trainer.ema.average) if trainer.ema is not None else None,
     }
     if not is_zero:
-        state["policy"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-        state["optimizer"] = trainer.optimizer.state_dict()["state"]
-    if trainer.accelerator.is_main_process:
+        state["policy"] = {n: local_part(p.detach()).clone() for n, p in trained_parameters(trainer.model).items()}
+        state["optimizer"] = gather_state(trainer.optimizer, keep=True)["state"]
+    if trainer.accelerator.is_main_process and (output / "transformer").exists():
+        (file,) = (output / "transformer").glob("*.safetensors")
+        state["transformer"] = load_file(file)
+    elif trainer.accelerator.is_main_process:
         state["adapter"] = load_file(output / "adapter_model.safetensors")
         state["adapter file"] = (output / "adapter_model.safetensors").read_bytes()
         state["diffusers adapter"] = load_file(output / "pytorch_lora_weights.safetensors")
@@ -228,13 +233,13 @@ class Run:
     A run in one process or two of its own.
 
     `saving` and `signal` are arguments of `_AtSaving` and `_AtSignal`, with the `rank` of the process (a signal
-    without it is for all); `zero3` divides the model over the processes; `machines` are their network namespaces, and
+    without it is for all); `zero3` and `fsdp2` divide the model over the processes; `machines` are their network namespaces, and
     `address` is that of the first. The others are settings.
     """
 
     def __init__(
-        self, context, model, output, resume=None, saving=None, processes=1, zero3=False, signal=None, machines=(),
-        address="127.0.0.1", **settings,
+        self, context, model, output, resume=None, saving=None, processes=1, zero3=False, fsdp2=False, signal=None,
+        machines=(), address="127.0.0.1", **settings,
     ):  # fmt: skip
         self.output = Path(output)
         self.log = f"{self.output}.log-{time.monotonic_ns()}"
@@ -242,7 +247,7 @@ class Run:
         environments = [{}]
         if processes > 1:
             settings.setdefault("ddp_backend", "gloo")
-            environments = _accelerate_environments(CPU_ZERO3 if zero3 else CPU_DDP)
+            environments = _accelerate_environments(CPU_ZERO3 if zero3 else CPU_FSDP2 if fsdp2 else CPU_DDP)
             environments = [variables | {"MASTER_ADDR": address} for variables in environments]
         job = {
             "model": str(model), "output": str(output), "resume": resume, "saving": saving, "signal": signal,

@@ -28,7 +28,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CONFIGS = ROOT / "paco_trl" / "accelerate_configs"
-CPU_DDP, CPU_ZERO3 = CONFIGS / "cpu_ddp.yaml", CONFIGS / "cpu_zero3.yaml"
+CPU_DDP, CPU_ZERO3, CPU_FSDP2 = (CONFIGS / f"cpu_{name}.yaml" for name in ("ddp", "zero3", "fsdp2"))
 # What the tests' commands import, and what they import in functions
 PRELOADED = [
     "launching", "kill_runs", "datasets", "matplotlib.pyplot", "PIL.Image", "peft", "trl", "rich.console",

@@ -16,7 +16,7 @@ from trl import TrlParser
 
 import launching
 from launching import free_port
-from paco_trl import PaCoGRPOConfig, PaCoRewardConfig
+from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.losses import RatioStatistics
 from paco_trl.utils import option_checks
@@ -424,7 +424,23 @@ class TestLauncher:
         done = launching.run(["-c", code], env={**os.environ, **launched})
         assert "`compile_repeated_blocks=True` does not work with DeepSpeed ZeRO-3" in done.stderr
 
-    def test_fsdp_is_refused(self, make_config, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        with pytest.raises(ValueError, match="FSDP.*DeepSpeed ZeRO-3"):
-            make_config()
+    @pytest.mark.parametrize("config_class", [PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig])
+    @pytest.mark.parametrize(
+        "variables, settings, message",
+        [
+            ({}, {}, None),
+            ({"FSDP_VERSION": "1"}, {}, "`fsdp_version` .* is 1"),
+            ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "`fsdp_offload_params` .* is true"),
+            ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "`fsdp_cpu_ram_efficient_loading` .* is true"),
+            ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "`gradient_checkpointing` does the same"),
+            ({}, {"optim": "adafactor"}, "`optim` is 'adafactor'; with FSDP"),
+        ],
+    )
+    def test_fsdp(self, tmp_path, monkeypatch, config_class, variables, settings, message):
+        for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | variables).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            config_class(str(tmp_path), use_cpu=True, bf16=False, **settings)
+        if message:
+            monkeypatch.delenv("ACCELERATE_USE_FSDP")
+            config_class(str(tmp_path), use_cpu=True, bf16=False, **settings)

@@ -238,6 +238,13 @@ def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer
     assert training_memory(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
 
 
+def test_fsdp_divides_everything():
+    plan = MemoryPlan(None, is_fsdp=True, num_processes=2)
+    always, adds = training_memory(1000, 10, 4, plan, num_averages=1)
+    assert list(always.values()) == [500, 20, 40, 20]
+    assert adds == {"gradients": 20, "DDP's buckets": 0}
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"])
 def test_an_optimizer_keeps_what_is_planned(optim, tmp_path):
     args = TrainingArguments(str(tmp_path), optim=optim, use_cpu=True)

@@ -277,9 +277,18 @@ class TestRefused:
             PaCoReward.from_pretrained(tiny_qwen, quantization=method)
 
     def test_deepspeed(self):
-        check_quantization(None, is_full=True, is_deepspeed=True, is_compiled=True)
-        with pytest.raises(ValueError, match="quantized .nf4., but DeepSpeed .*multi_gpu.yaml"):
-            check_quantization("nf4", is_full=False, is_deepspeed=True, is_compiled=False)
+        check_quantization(None, is_full=True, is_divided=True, is_compiled=True)
+        with pytest.raises(ValueError, match="quantized .nf4., but DeepSpeed and FSDP .*multi_gpu.yaml"):
+            check_quantization("nf4", is_full=False, is_divided=True, is_compiled=False)
+
+    def test_fsdp(self, make_trainer, monkeypatch):
+        """Before a model is loaded."""
+        with pytest.raises(OSError, match="nowhere"):
+            make_trainer(quantization="nf4", model="/nowhere")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        with pytest.raises(ValueError, match="quantized .nf4., but DeepSpeed and FSDP .*multi_gpu.yaml"):
+            make_trainer(quantization="nf4", model="/nowhere")
 
     def test_compiled_blocks(self, make_trainer, tiny_flux):
         for method in ("int8", "fp8", "fp8_storage"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
@@ -16,7 +17,7 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 
 import launching
-from launching import CPU_DDP, CPU_ZERO3
+from launching import CPU_DDP, CPU_FSDP2, CPU_ZERO3
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
@@ -276,6 +277,48 @@ def test_zero3_resumes(workspace, zero3):
     assert [entry["loss"] for entry in log if "loss" in entry] == pytest.approx(
         [entry["loss"] for entry in expected if "loss" in entry], abs=1e-4
     )
+
+
+@pytest.fixture(scope="module")
+def fsdp2(workspace) -> Path:
+    """A run that ends with the weights of the first checkpoint, whose loss is higher."""
+    best = ("--load_best_model_at_end", "True", "--metric_for_best_model", "loss", "--greater_is_better", "True")
+    return launch(workspace, "fsdp2", CPU_FSDP2, "--eval_steps", "2", *best)
+
+
+@pytest.mark.slow
+def test_fsdp2_equals_one_process(fsdp2, alone):
+    assert_same_adapter(fsdp2 / "checkpoint-4", alone / "checkpoint-4")
+    losses, expected = (
+        [entry["loss"] for entry in log_of(folder / "checkpoint-4") if "loss" in entry] for folder in (fsdp2, alone)
+    )
+    assert len(expected) == 4 and losses == pytest.approx(expected, abs=2e-3)
+    evaluations, (expected,) = (
+        [entry for entry in log_of(folder / "checkpoint-4") if "eval_auroc" in entry] for folder in (fsdp2, alone)
+    )
+    for name in ("eval_loss", "eval_auroc", "eval_p_yes/consistent"):
+        assert evaluations[-1][name] == pytest.approx(expected[name], abs=2e-3), name
+    # No weights of the base model, and no more files than one process has
+    others = files_of(fsdp2 / "checkpoint-4") ^ files_of(alone / "checkpoint-4")
+    assert others == {"rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"}
+    first, last, final = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (fsdp2 / "checkpoint-2", fsdp2 / "checkpoint-4", fsdp2)
+    )
+    assert all(torch.equal(final[name], value) for name, value in first.items())
+    assert any((last[name] - value).abs().max() > 5e-3 for name, value in first.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_same", [True, False])  # or begun by another number of processes
+def test_fsdp2_resumes(workspace, fsdp2, alone, is_same):
+    begun, name = fsdp2 if is_same else alone, f"fsdp2-resumed-{is_same}"
+    checkpoint = workspace / f"{name}-checkpoint-2"
+    shutil.copytree(begun / "checkpoint-2", checkpoint)
+    output = launch(workspace, name, CPU_FSDP2, "--resume_from_checkpoint", str(checkpoint))
+    adapter, expected = (load_file(folder / "checkpoint-4/adapter_model.safetensors") for folder in (output, begun))
+    difference = max((adapter[name] - value).abs().max().item() for name, value in expected.items())
+    assert difference == 0 if is_same else 0 < difference < 1e-3
 
 
 def test_a_directory_without_pairs_has_another_layout(tmp_path):

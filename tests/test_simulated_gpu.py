@@ -213,8 +213,9 @@ class TestTraining:
         pairs = [tuple(row["images"]) for row in mixed(3, 2)]
         assert all(0 < score < 1 for score in judge.score(pairs, "Are they alike?"))
 
-    def test_two_devices(self, tiny_flux, tmp_path):
-        """DDP by gloo: each process keeps to its device, and both have the same weights."""
+    @pytest.mark.parametrize("launched", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}])
+    def test_two_devices(self, tiny_flux, tmp_path, launched):
+        """DDP and FSDP2 by gloo: each process keeps to its device, and both have the same weights."""
         variables = {
             "SIMULATED_CUDA_DEVICES": "2", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)]),
@@ -223,7 +224,7 @@ class TestTraining:
         processes = [
             subprocess.Popen(
                 [sys.executable, str(script), str(tiny_flux), str(tmp_path)],
-                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=os.environ | variables | launched | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(2)

@@ -2,7 +2,7 @@
 """
 Access to trained weights, their average, and the formats that users load.
 
-Local weights are a process's partitions of the weights under ZeRO-3, otherwise the full weights.
+Local weights are a process's partitions of the weights under ZeRO-3 and FSDP2, otherwise the full weights.
 """
 
 import json
@@ -21,6 +21,8 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
+from ..utils.fsdp import divide, gather_parts, local_part, model_class, reshard
+
 
 def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.Module) -> int:
     """Return the stage of ZeRO, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
@@ -30,6 +32,7 @@ def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name."""
+    reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -48,6 +51,8 @@ def check_all_gradients(model: nn.Module, unused_layers: Sequence[str] = ()) -> 
     finally:
         for handle in handles:
             handle.remove()
+    # FSDP's parameters get theirs without their hooks
+    names_with_gradient |= {name for name, weight in trained_parameters(model).items() if weight.grad is not None}
     expected = [name for name in parameters if not name.startswith(tuple(f"{layer}." for layer in unused_layers))]
     missing = gather_object([name for name in expected if name not in names_with_gradient])
     if not missing:
@@ -73,7 +78,7 @@ def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
     parameters = trained_parameters(model)
     if zero_stage == 0:
         # Under DeepSpeed, weights are in the compute dtype until the engine exists
-        return {name: parameter.detach().float() for name, parameter in parameters.items()}
+        return {name: local_part(parameter.detach()).float() for name, parameter in parameters.items()}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 
     get_master = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
@@ -95,6 +100,8 @@ def gather_weights(
             dist.all_gather(partitions, partition, group=parameter.ds_process_group)
             # Partitions are padded to the same size
             value = torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape)
+        else:
+            value = gather_parts(value, parameter)
         if keep:
             full[name] = value.detach().to("cpu", copy=True)
     return full
@@ -111,6 +118,8 @@ def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: i
             padded = value.new_zeros(size * dist.get_world_size(group))
             padded[: value.numel()] = value.flatten()
             value = padded[size * dist.get_rank(group) :][:size].clone()
+        else:
+            value = local_part(divide(value, parameter))
         local[name] = value
     return local
 
@@ -149,9 +158,9 @@ def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_st
 
 
 def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Return the tensors that forward passes read, in the model's dtype: partitions under ZeRO-3, or parameters."""
+    """Return the tensors that forward passes read, in the model's dtype: partitions, or parameters."""
     return {
-        name: (parameter.ds_tensor if zero_stage == 3 else parameter).data
+        name: (parameter.ds_tensor if zero_stage == 3 else local_part(parameter.detach())).data
         for name, parameter in trained_parameters(model).items()
     }
 
@@ -247,6 +256,7 @@ def save_transformer(transformer: nn.Module, state_dict: dict[str, torch.Tensor]
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)
+    config["_class_name"] = model_class(transformer).__name__
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     buffers = {name: value for name, value in transformer.state_dict().items() if name not in state_dict}
     pattern = "diffusion_pytorch_model{suffix}.safetensors"

@@ -58,6 +58,7 @@ from ..trainer.checks import (
 )
 from ..trainer.round_schedule import RoundSchedule
 from ..utils.errors import frames_of_cause, is_message_enough
+from ..utils.fsdp import places_weights
 from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
@@ -358,7 +359,7 @@ def check_model(state: DoctorState) -> Row | str:
         description = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         description += "" if is_new else f", continued from '{script_args.adapter}'"
     state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
-    if args.deepspeed_plugin is None:
+    if not places_weights(args):
         state.generator.prepare()
     state.trainer = trainer
     finding = (
@@ -446,7 +447,7 @@ def _memory_savings(plan: MemoryPlan) -> list[str]:
         "`--gradient_checkpointing`": not plan.gradient_checkpointing,
         "a judge on another GPU (`--judge_url`)": has_judge,
         quantization: plan.quantization is None,
-        "`--accelerate_config zero3`": plan.zero_stage != 3 and plan.quantization is None,
+        "`--accelerate_config zero3`": plan.zero_stage != 3 and not plan.is_fsdp and plan.quantization is None,
     }
     return [setting for setting, saves in savings.items() if saves]
 
@@ -636,8 +637,8 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
-        if is_generating and state.args.deepspeed_plugin is not None:
-            reason = "DeepSpeed places the model only when training begins."
+        if is_generating and places_weights(state.args):
+            reason = "DeepSpeed or FSDP places the model only when training begins."
             return [Row(SKIPPED, reason, "Run the doctor without it.")]
         result = check(state)
     except Exception as error:

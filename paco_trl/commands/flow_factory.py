@@ -184,7 +184,7 @@ def _periods(log: Mapping[str, Any], train: Mapping[str, Any], evaluation: Mappi
 
 def _launch_options(config: Mapping[str, Any]) -> dict[str, Any]:
     file = str(config.get("config_file"))
-    stage = next((stage for stage in ("zero2", "zero3") if stage in file), None)
+    stage = next((stage for stage in ("zero2", "zero3", "fsdp2") if stage in file), None)
     count = config.get("num_processes")
     precision = config.get("mixed_precision")
     return {

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..utils.model_files import check_generates, split_adapter
-from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS
+from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS, uses_fsdp
 from .main import say
 from .options import config_options
 from .parser import CommandParser
@@ -93,11 +93,13 @@ class ImageCommandParser(CommandParser):
         return {option: value for option, value in defaults.items() if option not in excluded}
 
     def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
-        """Find options of the other objective, and of a quantization that DeepSpeed cannot train."""
+        """Find options of the other objective, and of a quantization that DeepSpeed or FSDP cannot train."""
         is_grpo_loss = self.is_nft and options.get("loss_type") in GRPO_LOSSES
         objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_grpo_loss else ()
-        is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-        return dict.fromkeys(objective, "`paco-trl nft`") | ({"quantization": "DeepSpeed"} if is_deepspeed else {})
+        foreign = dict.fromkeys(objective, "`paco-trl nft`")
+        if uses_fsdp() or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            foreign["quantization"] = "FSDP" if uses_fsdp() else "DeepSpeed"
+        return foreign
 
 
 def _published_files(script_args: ScriptArguments) -> list[str]:

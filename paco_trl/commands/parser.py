@@ -122,7 +122,7 @@ class CommandParser(argparse.ArgumentParser):
             section = library if name in libraries else package
             section = usual if libraries and name in _USUAL else section
             (self.required if option.get("required") else section).append(action)
-            if name in hidden or name == "fsdp_config":  # training refuses FSDP
+            if name in hidden or name == "fsdp_config":  # training refuses `fsdp`
                 action.help = argparse.SUPPRESS
         usual.sort(key=lambda action: _USUAL.index(action.dest))
 

@@ -19,7 +19,7 @@ from ..rewards.errors import wrap_reward_error
 from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
 from ..utils.errors import OptionError, errors_of
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
-from ..utils.option_checks import check_quantization, check_required, check_reward_weights
+from ..utils.option_checks import check_quantization, check_required, check_reward_weights, uses_fsdp
 from ..utils.text import read_text, some_of
 from .options import find_unused, option
 from .user_rewards import find_user_reward
@@ -155,7 +155,8 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing with `--use_peft False`. Leave it out.", *unused, "use_peft")
     is_deepspeed = training_args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    settings = (training_args.quantization, is_full, is_deepspeed, training_args.compile_repeated_blocks)
+    is_divided = is_deepspeed or uses_fsdp()
+    settings = (training_args.quantization, is_full, is_divided, training_args.compile_repeated_blocks)
     yield from errors_of(check_quantization, *settings)
     yield from errors_of(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)

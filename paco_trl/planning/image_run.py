@@ -324,9 +324,9 @@ class ImageRun:
         judging, eval_judging = (self._judge_activations(plan, seen) for seen in (image, eval_image))
 
         always, per_batch = self._persistent(plan)
-        # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed
+        # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed and FSDP
         encoding = {"round": 0, "text encoders": self._frozen_bytes(plan, *self.text_encoders)}
-        encoding |= {"frozen weights": 0} if plan.zero_stage is None else {}
+        encoding |= {} if plan.is_divided else {"frozen weights": 0}
         rollout = self._generating(plan, always, self.has_old_policy)
         evaluation = self._generating(plan, always, args.ema_decay is not None)
         # Rewards run while the next images are generated, and offloaded ones after the last
@@ -408,7 +408,7 @@ class ImageRun:
         trained = {"trained weights": self.num_trained * (FLOAT32 if is_adapter else self.vae.dtype.itemsize)}
         vae = {"VAE": self.weights_bytes(self.vae)}
         generation = frozen | trained | vae | {"activations": max(self._generation_peaks(plan, self.eval_image, 1))}
-        if not is_adapter and plan.zero_stage is None:  # as in training, they stay on the device together
+        if not is_adapter and not plan.is_divided:  # as in training, they stay on the device together
             generation |= encoding
         judging = self._judge_activations(plan, self.eval_image)
         judges = [weights_bytes(judge.network) for judge in self._local_judges(plan)]

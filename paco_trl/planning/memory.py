@@ -13,6 +13,7 @@ from ..rollout.adapters import SavedAdapter
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_reward_config import PaCoRewardConfig
 from ..trainer.paco_reward_trainer import complete_peft_config
+from ..utils.option_checks import uses_fsdp
 from .image_run import ImageRun
 from .judge_run import JudgeRun
 from .known_models import resolve_model_configs
@@ -87,4 +88,4 @@ def plan_memory(
             if train_dataset is None:
                 raise ValueError("The plan of an image model requires its prompts. Pass them as `train_dataset`.")
             run = ImageRun(model, args, peft_config, train_dataset, eval_dataset, reward_models, judge_quantization)
-    return MemoryPlan(run, zero_stage=stage, **run.settings)
+    return MemoryPlan(run, zero_stage=stage, is_fsdp=uses_fsdp(), **run.settings)

@@ -80,6 +80,8 @@ class MemoryPlan:
             Whether the judges run on a server instead of the device.
         zero_stage (`int` or `None`):
             Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
+        is_fsdp (`bool`):
+            Whether FSDP2 divides the weights.
         num_processes (`int`):
             Number of processes.
         judge_batch_size (`int`):
@@ -96,6 +98,7 @@ class MemoryPlan:
     vae_tiling: bool = False
     serves_judge: bool = True
     zero_stage: int | None = None
+    is_fsdp: bool = False
     num_processes: int = 1
     judge_batch_size: int = inspect.signature(PaCoReward).parameters["batch_size"].default
 
@@ -113,9 +116,14 @@ class MemoryPlan:
         """
         return self.run.commands(self)
 
+    @property
+    def is_divided(self) -> bool:
+        """Return whether DeepSpeed or FSDP2 places the weights."""
+        return self.is_fsdp or self.zero_stage is not None
+
     def num_shards(self, first_stage: int) -> int:
-        """Return over how many processes ZeRO shards what it shards from a stage on."""
-        return self.num_processes if (self.zero_stage or 0) >= first_stage else 1
+        """Return over how many processes ZeRO shards what it shards from a stage on, and FSDP2 everything."""
+        return self.num_processes if self.is_fsdp or (self.zero_stage or 0) >= first_stage else 1
 
     def host_memory(
         self, allocated: dict[str, int], mapped: dict[str, int], weights: dict[str, int]
@@ -209,7 +217,7 @@ def training_memory(
     }
     return always, {
         "gradients": float32_bytes // plan.num_shards(2),
-        "DDP's buckets": 0 if is_deepspeed or plan.num_processes == 1 else float32_bytes,
+        "DDP's buckets": 0 if plan.is_divided or plan.num_processes == 1 else float32_bytes,
     }
 
 

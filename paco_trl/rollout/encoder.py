@@ -86,9 +86,10 @@ class PromptEncoder:
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
         self._reported: set[str] = set()  # kinds of truncation
         self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
-        # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed places its weights itself
-        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self._frozen = [] if is_deepspeed else _frozen_layers(pipeline.transformer)
+        # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed and FSDP place theirs
+        # themselves
+        is_divided = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        self._frozen = [] if is_divided else _frozen_layers(pipeline.transformer)
         self._frozen_memory = cpu_memory(self._frozen)
 
     @torch.no_grad()

@@ -18,9 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, recursively_apply
 from PIL import Image
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from ..utils.deepspeed import gathered_weights
+from ..utils.fsdp import kept_gathered
 from ..utils.placement import placed_on
 from ..utils.tensors import to_device
 from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
@@ -78,11 +80,16 @@ class Policy:
         """
         Put VAE and weights on the accelerator, and enable autocast.
 
-        Pass the ZeRO-3 `engine` to gather the weights that it has divided; DeepSpeed places all others itself.
+        Pass the `engine` of ZeRO-3 or FSDP2 to gather the weights that it has divided. DeepSpeed and FSDP place the
+        others themselves.
         """
-        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        if self.accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
             self.model.to(self.accelerator.device)
-        gathered = nullcontext() if engine is None else gathered_weights(self.model, engine)
+        gathered = nullcontext()
+        if isinstance(engine, FSDPModule):
+            gathered = kept_gathered(engine, self.accelerator)
+        elif engine is not None:
+            gathered = gathered_weights(self.model, engine)
         # Autocast as in the training step: Trainer adds it to the model only when training begins
         with placed_on([self.pipeline.vae], self.accelerator.device), gathered, self.accelerator.autocast():
             yield

@@ -18,6 +18,7 @@ from ..hub.settings import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
+from ..utils.fsdp import places_weights
 from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
@@ -92,7 +93,7 @@ def image_settings(
 def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
     """Return how a pipeline was loaded, besides its dtype: `offload` says that encoders and transformer take turns."""
     # All weights and their optimizer took more on one device than everything takes without training
-    offload = is_adapter or args.deepspeed_plugin is not None
+    offload = is_adapter or places_weights(args)
     return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}
 
 

@@ -18,6 +18,7 @@ from ..rollout.loading import quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
 from ..utils.errors import OptionError, refuse
+from ..utils.fsdp import activate_on_cpu
 from ..utils.logs import get_logger
 from ..utils.option_checks import (
     GRPO_LOSSES,
@@ -356,6 +357,7 @@ class PaCoGRPOConfig(GRPOConfig):
         eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
         super().__post_init__()
         self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups; `evaluate()` does not
+        activate_on_cpu(self)
         check_compiled_blocks(self)
         complete_config(self)
         check_optimizer(self)

@@ -9,6 +9,7 @@ from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
 from ..utils.errors import refuse
+from ..utils.fsdp import activate_on_cpu
 from ..utils.option_checks import choice_errors, judge_errors
 from ..utils.stopping import SIGNALS
 from .config_utils import (
@@ -121,6 +122,7 @@ class PaCoRewardConfig(SFTConfig):
             self.greater_is_better: bool | None = False
         name_checkpointing(self)
         super().__post_init__()
+        activate_on_cpu(self)
         complete_config(self)
         check_optimizer(self)
         # It waits for the device in each micro-step, and hides a loss that is not a number

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,7 +31,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..checkpointing.weights import gather_weights, local_weights, trained_parameters, zero_stage_of
+from ..checkpointing.weights import gather_weights, load_weights, local_weights, trained_parameters, zero_stage_of
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import saving_with_card
@@ -41,11 +44,14 @@ from ..rewards.paco_reward import PaCoReward, decision_direction, decision_token
 from ..rollout.adapters import check_lora_start, check_target_modules
 from ..rollout.loading import base_model_name
 from ..utils.deepspeed import without_zero3_init
+from ..utils.errors import OptionError
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
+from ..utils.fsdp import full, prepare_dividing
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
+from ..utils.option_checks import uses_fsdp
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
@@ -310,6 +316,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         config = AutoConfig.from_pretrained(model, **source) if isinstance(model, str) else model.config
+        if uses_fsdp() and (quantization_config or getattr(config, "quantization_config", None)):
+            raise OptionError(
+                "The judge is quantized, but FSDP is supported for unquantized weights only. Use `multi_gpu.yaml` "
+                "(DDP), or do not quantize it.", "load_in_4bit",
+            )  # fmt: skip
         if (scale := scales_logits(config)) is not None:
             raise ValueError(
                 f"The model changes its logits (`{scale}` = {getattr(config.get_text_config(), scale)}): use it as a "
@@ -339,6 +350,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             peft_config=peft_config,
         )
         args.enable_jit_checkpoint = stops
+        if self.is_fsdp_enabled:
+            prepare_dividing(self.accelerator, self.model)
         self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
@@ -462,7 +475,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
             return self._frozen_direction
         head = self._inner_model().get_output_embeddings()
         with maybe_gather_lm_head_ctx(head.weight, head.bias):  # ZeRO-3
-            direction = decision_direction(head, self.decision_ids)
+            direction = recursively_apply(full, decision_direction(head, self.decision_ids))
         if not head.weight.requires_grad:
             self._frozen_direction = direction
         return direction
@@ -574,9 +587,27 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                 "adapter with `PeftModel.from_pretrained` and pass it as `model`, with another `output_dir`."
             )
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            self._load_divided(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_divided(self, checkpoint: Any) -> None:
+        """Load a checkpoint's adapter into one that FSDP has divided."""
+        names = list(trained_parameters(self.model))
+        saved_names = get_peft_model_state_dict(
+            self.model, state_dict=dict(zip(names, names, strict=True)), save_embedding_layers=False
+        )
+        saved = load_file(Path(checkpoint) / SAFETENSORS_WEIGHTS_NAME)
+        load_weights(self.model, {name: saved[saved_name] for saved_name, name in saved_names.items()}, zero_stage=0)
+
     def _load_best_model(self) -> None:
         """Load the best checkpoint's adapter."""
-        super()._load_best_model()
+        if self.is_fsdp_enabled:
+            self._load_divided(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
         self.loaded_step = self.state.best_global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **card_fields) -> None:

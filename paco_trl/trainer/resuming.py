@@ -16,6 +16,7 @@ from accelerate import PartialState
 from torch.distributed import DistError
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -35,6 +36,7 @@ from ..checkpointing.checkpoints import (
     read_run,
     write_checkpoint,
 )
+from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
 from ..utils.stopping import Stopped, agree, defer_stop, stop_signals
@@ -233,6 +235,27 @@ class ResumesExactly(PushesToHub):
 
     def _write_further_weights(self, folder: Path) -> None:
         """Write weights that are not exported."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer's state, of FSDP as one process has it: Trainer would save all weights with it."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = gather_state(self.optimizer, self.args.should_save)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer, scheduler = (
+            torch.load(Path(checkpoint) / name, map_location="cpu", mmap=True, weights_only=True)
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        load_state(self.optimizer, optimizer)
+        self.lr_scheduler.load_state_dict(scheduler)
 
     def _write_state(self, folder: Path) -> None:
         args, state = self.args, self.state

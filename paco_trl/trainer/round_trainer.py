@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
@@ -71,6 +73,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
 from ..utils.fingerprint import component_fingerprint, describe
+from ..utils.fsdp import model_class, places_weights, prepare_dividing
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import check_quantization
@@ -217,8 +220,12 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         args.enable_jit_checkpoint = enable_jit_checkpoint
+        if self.is_fsdp_enabled:
+            prepare_dividing(self.accelerator, self.model)
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
+        elif self.ref_model is not None and self.is_fsdp_enabled:
+            self.ref_model = fsdp2_prepare_model(self.accelerator, self.ref_model)
         elif self.ref_model is not None:
             self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
         # Read by the inherited training_step, log and _load_optimizer_and_scheduler
@@ -258,7 +265,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
         is_full = adapter is None
         is_deepspeed = args.deepspeed_plugin is not None
-        check_quantization(args.quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        check_quantization(args.quantization, is_full, places_weights(args), args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         init = args.model_init_kwargs or {}
@@ -292,9 +299,8 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         eval_rows: list[PromptRows],
     ) -> None:
         """Check prompts and settings against the pipeline, which may have no weights yet."""
-        is_deepspeed = args.deepspeed_plugin is not None
         quantization = describe_quantization(pipeline.transformer)
-        check_quantization(quantization, is_full, is_deepspeed, args.compile_repeated_blocks)
+        check_quantization(quantization, is_full, places_weights(args), args.compile_repeated_blocks)
         if args.ddp_find_unused_parameters is None:
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
             has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
@@ -609,8 +615,9 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
 
     @property
     def _divided_engine(self) -> nn.Module | None:
-        """The ZeRO-3 engine whose weights are gathered for generation."""
-        return self.model_wrapped if self._is_zero3 and self.args.ds3_gather_for_generation else None
+        """The model of ZeRO-3 or FSDP2 whose weights are gathered for generation."""
+        is_divided = self._is_zero3 or self.is_fsdp_enabled
+        return self.model_wrapped if is_divided and self.args.ds3_gather_for_generation else None
 
     def _call_event(self, event: str, **values: Any) -> None:
         """Call an event of this package in the callbacks that have it."""
@@ -707,9 +714,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             for name, dataset in eval_dataset.items():
                 metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        if self.is_deepspeed_enabled and self.model_wrapped is self.model:
+        is_placed = self.model_wrapped is not self.model or isinstance(self.model, FSDPModule)
+        if (self.is_deepspeed_enabled or self.is_fsdp_enabled) and not is_placed:
+            name = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"
             raise RuntimeError(
-                "DeepSpeed places the model when `train()` begins. To evaluate before, set `eval_on_start`."
+                f"{name} places the model when `train()` begins. To evaluate before, set `eval_on_start`."
             )
         evaluator, was_training = self.evaluator, self.model.training
         rows = evaluator.rows_of(eval_dataset)
@@ -872,7 +881,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],
             family=type(family).__name__,
             pipeline_class=type(self.pipeline).__name__,
-            transformer_class=type(self.policy.pipeline.transformer).__name__,
+            transformer_class=model_class(self.policy.pipeline.transformer).__name__,
             dtype=str(self.compute_dtype).removeprefix("torch."),
             loading=loading_settings(args, is_adapter),
             device=self.accelerator.device.type,

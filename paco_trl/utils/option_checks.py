@@ -55,6 +55,12 @@ _AT_LEAST_ONE = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "height", "width", "num_iterations",
     "num_inference_steps_eval",
 )  # fmt: skip
+_REFUSED_FSDP = {
+    "fsdp_activation_checkpointing": "which renames layers; the option `gradient_checkpointing` does the same",
+    "fsdp_cpu_ram_efficient_loading": "with which all processes but the first load text encoders without weights",
+    "fsdp_offload_params": "which is not supported",
+}
+_FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _NONE_OR_AT_LEAST_ONE = (
     "num_prompts_per_generation", "optimizer_steps_per_generation", "generation_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "per_device_rollout_batch_size", "num_generations_eval",
@@ -285,7 +291,7 @@ def check_panel_options(panel_template: str, panel_generation: str) -> None:
         raise OptionError(message, "panel_generation")
 
 
-def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bool, is_compiled: bool) -> None:
+def check_quantization(quantization: str | None, is_full: bool, is_divided: bool, is_compiled: bool) -> None:
     """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
     is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
     reasons = {}
@@ -293,8 +299,10 @@ def check_quantization(quantization: str | None, is_full: bool, is_deepspeed: bo
         reasons["use_peft"] = (
             "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"
         )
-    if is_deepspeed:
-        reasons["deepspeed"] = "DeepSpeed is supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"
+    if is_divided:
+        reasons["deepspeed"] = (
+            "DeepSpeed and FSDP are supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"
+        )
     if is_compiled and not is_bitsandbytes:
         reasons["compile_repeated_blocks"] = "only 'nf4' works with `compile_repeated_blocks`. Unset it"
     for option, reason in reasons.items():
@@ -372,6 +380,24 @@ def _out_of_range(
                 setattr(args, name, defaults[name])
 
 
+def uses_fsdp() -> bool:
+    """Return whether accelerate's launcher asks for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+
+
+def _fsdp_errors(optim: Any) -> Iterator[OptionError]:
+    """Refuse what is not supported with FSDP."""
+    if not uses_fsdp():
+        return
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        yield OptionError(f"`fsdp_version` of the launcher's configuration is {version}. Set it to 2.")
+    for name, reason in _REFUSED_FSDP.items():
+        if os.environ.get(name.upper(), "false").lower() == "true":
+            yield OptionError(f"`{name}` of the launcher's configuration is true, {reason}. Set it to false.")
+    if (name := getattr(optim, "value", optim)) not in _FSDP_OPTIMIZERS:
+        yield OptionError(f"`optim` is '{name}'; with FSDP it must be one of {_FSDP_OPTIMIZERS}.", "optim")
+
+
 def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     """Refuse what starts a run that trains nothing, or in another precision."""
     if sys.platform == "win32":
@@ -391,8 +417,7 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
         )
         yield OptionError(message, "jit_checkpoint_signals")
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-        yield OptionError("The launcher's configuration uses FSDP, which is not supported. Use DeepSpeed ZeRO-3.")
+    yield from _fsdp_errors(args.optim)
     kwargs = args.model_init_kwargs or {}
     message = ""
     if isinstance(kwargs, str):  # typed on a command line

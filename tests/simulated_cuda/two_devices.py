@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two processes with DDP, on a simulated device each: `two_devices.py PIPELINE OUTPUT`."""
+"""One of two processes with DDP or FSDP2, on a simulated device each: `two_devices.py PIPELINE OUTPUT`."""
 
 import os
 import sys
@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
+from paco_trl.checkpointing.weights import gather_weights, local_weights, trained_parameters
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.rewards import redness_reward
 
@@ -45,8 +47,9 @@ def main(model: str, output: Path) -> None:
     assert {parameter.device for parameter in trainer.model.parameters()} == {device}
     assert found == {device}, found
     assert rank == 0 or torch.cuda.memory_reserved(0) == 0  # nothing was ever allocated where the other one computes
-    trained = {name: p.detach().cpu() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    save_file(trained, output / f"rank-{rank}.safetensors")
+    is_divided = [isinstance(parameter, DTensor) for parameter in trained_parameters(trainer.model).values()]
+    assert is_divided and set(is_divided) == {os.environ.get("ACCELERATE_USE_FSDP") == "true"}
+    save_file(gather_weights(trainer.model, local_weights(trainer.model, 0), 0), output / f"rank-{rank}.safetensors")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2: weights and optimizer states that are divided over the processes, as accelerate's launcher asks for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, recursively_apply
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import TrainingArguments
+
+from .option_checks import uses_fsdp
+
+
+def activate_on_cpu(args: TrainingArguments) -> None:
+    """Let accelerate divide weights on the CPU too: it does so for devices, and would run DDP without a word."""
+    if uses_fsdp() and args.distributed_state.distributed_type == DistributedType.MULTI_CPU:
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+
+
+def places_weights(args: TrainingArguments) -> bool:
+    """Return whether DeepSpeed or FSDP places the weights, when training begins."""
+    return args.deepspeed_plugin is not None or uses_fsdp()
+
+
+def prepare_dividing(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let FSDP divide a model block by block, and compute as DDP does: autocast casts within the layers."""
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.transformer_cls_names_to_wrap is None and getattr(model, "_no_split_modules", None) is None:
+        plugin.transformer_cls_names_to_wrap = getattr(model, "_repeated_blocks", None)  # as LongCat-Image has them
+    # It would cast what the pipeline passes to the transformer, times included, and sum up gradients in bf16
+    plugin.mixed_precision_policy = None
+    model.forward = accelerator.autocast()(model.forward)
+    # Without it each process keeps whole gradients until the last micro-batch of a step
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights, of which the last forward pass has left some: parameters are the process's own again."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+@contextmanager
+def kept_gathered(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Gather each weight once for many forward passes."""
+    root, *modules = _fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward, recurse=False)
+        reshard(model)
+
+
+def model_class(model: nn.Module) -> type:
+    """Return the class of a model, of which FSDP makes a subclass."""
+    return type(model).__bases__[1] if isinstance(model, FSDPModule) else type(model)
+
+
+# ---- Tensors ----
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor, a view; all of a tensor that is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that is divided. Collective: call on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_parts(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that is divided `like` another. Collective: call on all ranks."""
+    if not isinstance(like, DTensor):
+        return local
+    where = (like.device_mesh, like.placements)
+    return DTensor.from_local(local.to(like.device), *where, shape=like.shape, stride=like.stride()).full_tensor()
+
+
+def divide(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Divide a tensor `like` another, the inverse of [`gather_parts`], without communication."""
+    if not isinstance(like, DTensor):
+        return full
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+# ---- The optimizer's state, saved as that of one process ----
+
+
+def gather_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
+    """Return an optimizer's whole state on the CPU, without its tensors unless `keep`. Collective: call on all ranks."""
+    gather = lambda tensor: full(tensor).cpu() if keep else full(tensor).new_empty(0)  # noqa: E731
+    return recursively_apply(gather, optimizer.state_dict())
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what [`gather_state`] returned, on every process."""
+    for index, parameter in enumerate(weight for group in optimizer.param_groups for weight in group["params"]):
+        moments = state["state"].get(index, {})
+        # A step has no dimension; all else has the parameter's
+        moments |= {
+            name: divide(value, parameter) for name, value in moments.items() if value.shape == parameter.shape
+        }
+    optimizer.load_state_dict(state)
