@@ -16,7 +16,7 @@ from kill_runs import Run, check_same_end, copy_run
 from launching import fork_context
 from paco_trl.checkpointing.weights import EMA, gather_weights, load_weights, local_weights, use_weights
 from paco_trl.rewards import redness_reward
-from paco_trl.utils.fsdp import gather_state, kept_gathered, load_state, model_class
+from paco_trl.utils.fsdp import gather_state, kept_gathered, load_state, model_class, reshard
 from testing_utils import draw
 
 
@@ -28,7 +28,7 @@ SETTINGS = {
 KINDS = {
     "lora": {},
     "full": {"peft_config": None, "gradient_checkpointing": True, "ds3_gather_for_generation": False},
-    "awm": {"loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "eval_strategy": "no"},
+    "awm": {"loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "eval_strategy": "no", "bf16": True},
 }
 
 
@@ -178,6 +178,7 @@ def test_other_weights_are_used_where_the_last_forward_left_gathered_ones(transf
         own = {name: weight.clone() for name, weight in local_weights(transformer, 0).items()}
         other = {name: weight * 1.1 for name, weight in own.items()}
         with use_weights(transformer, other, 0):
+            reshard(transformer)  # as a backward pass does
             used = predict(transformer)
         assert (used - before).abs().max() > 1e-3
         assert torch.equal(predict(transformer), before)

@@ -213,7 +213,13 @@ class TestTraining:
         pairs = [tuple(row["images"]) for row in mixed(3, 2)]
         assert all(0 < score < 1 for score in judge.score(pairs, "Are they alike?"))
 
-    @pytest.mark.parametrize("launched", [{}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}])
+    @pytest.mark.parametrize(
+        "launched",
+        [
+            {},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+        ],
+    )
     def test_two_devices(self, tiny_flux, tmp_path, launched):
         """DDP and FSDP2 by gloo: each process keeps to its device, and both have the same weights."""
         variables = {
