@@ -27,7 +27,12 @@ SETTINGS = {
 }  # fmt: skip
 KINDS = {
     "lora": {},
-    "full": {"peft_config": None, "gradient_checkpointing": True, "ds3_gather_for_generation": False},
+    "full": {
+        "peft_config": None,
+        "gradient_checkpointing": True,
+        "ds3_gather_for_generation": False,
+        "per_device_train_batch_size": 2,
+    },
     "awm": {"loss_type": "awm", "sde_steps": [1], "num_sde_steps": None, "eval_strategy": "no", "bf16": True},
 }
 
