@@ -27,14 +27,15 @@ def places_weights(args: TrainingArguments) -> bool:
     return args.deepspeed_plugin is not None or uses_fsdp()
 
 
-def prepare_dividing(accelerator: Accelerator, model: nn.Module) -> None:
-    """Let FSDP divide a model block by block, and compute as DDP does: autocast casts within the layers."""
+def prepare_dividing(accelerator: Accelerator, transformer: nn.Module) -> None:
+    """Let FSDP divide a transformer block by block, and compute as DDP does: autocast casts within the layers."""
     plugin = accelerator.state.fsdp_plugin
-    if plugin.transformer_cls_names_to_wrap is None and getattr(model, "_no_split_modules", None) is None:
-        plugin.transformer_cls_names_to_wrap = getattr(model, "_repeated_blocks", None)  # as LongCat-Image has them
+    if plugin.transformer_cls_names_to_wrap is None and getattr(transformer, "_no_split_modules", None) is None:
+        # As LongCat-Image names them
+        plugin.transformer_cls_names_to_wrap = getattr(transformer, "_repeated_blocks", None)
     # It would cast what the pipeline passes to the transformer, times included, and sum up gradients in bf16
     plugin.mixed_precision_policy = None
-    model.forward = accelerator.autocast()(model.forward)
+    transformer.forward = accelerator.autocast()(transformer.forward)
     # Without it each process keeps whole gradients until the last micro-batch of a step
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
