@@ -17,8 +17,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from hub_server import READ_TOKEN, TOKEN, WRONG_TOKEN, HubServer
 from paco_trl.hub import account, pushing
 from paco_trl.hub.account import prepare_repository
-from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from paco_trl.hub.pushing import select_files
+from paco_trl.utils.model_files import SETTINGS
 from paco_trl.utils.stopping import EXIT_CODE, Stopped
 
 

@@ -30,7 +30,7 @@ from paco_trl.commands.serve import ServeArguments
 from paco_trl.data import split_grid
 from paco_trl.hub import licenses
 from paco_trl.hub.cards import card_for, metadata, render_card
-from paco_trl.hub.files import PIPELINE_ADAPTER, SETTINGS
+from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.hub.settings import (
     EvaluationRow,
@@ -44,6 +44,7 @@ from paco_trl.hub.settings import (
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows
 from paco_trl.trainer.publishing import training_seconds
+from paco_trl.utils.model_files import SETTINGS
 from test_paco_reward_trainer import colours
 from testing_utils import SMALL_RUN
 

@@ -12,9 +12,10 @@ from paco_trl.checkpointing.checkpoints import find_saved_model
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments
 from paco_trl.hub.cards import render_card, save_card
-from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, SETTINGS, TRANSFORMER, published_files_of
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, published_files_of
 from paco_trl.hub.pushing import remember_repository
 from paco_trl.hub.settings import ImageModelCard, save_settings
+from paco_trl.utils.model_files import SETTINGS
 
 
 def card_of(title: str, repo_id: str = "run", **fields) -> ImageModelCard:

@@ -9,10 +9,11 @@ from huggingface_hub import HfApi
 from ..checkpointing.checkpoints import find_saved_model
 from ..hub.account import check_token, prepare_repository
 from ..hub.cards import card_for, render_card
-from ..hub.files import SETTINGS, published_files_of, select_files
+from ..hub.files import published_files_of, select_files
 from ..hub.pushing import HubPusher, remember_repository, remembered_repository
 from ..hub.settings import load_settings, settings_text
 from ..utils.errors import OptionError
+from ..utils.model_files import SETTINGS
 from .main import say
 from .model_arguments import PushArguments
 

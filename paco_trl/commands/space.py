@@ -16,12 +16,11 @@ import jinja2
 from ..checkpointing.checkpoints import find_saved_model
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
-from ..hub.files import SETTINGS
 from ..hub.licenses import License
 from ..hub.settings import ImageModelCard, JudgeCard, load_settings, settings_text
 from ..utils.errors import OptionError
 from ..utils.files import new_folder, write_atomically
-from ..utils.model_files import find_model_file
+from ..utils.model_files import SETTINGS, find_model_file
 from ..utils.names import is_local, public_name, repository
 from .env import version_of
 from .main import say

@@ -13,8 +13,8 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from ..data.columns import list_lengths
 from ..data.pairs import decision_of, is_label_only
 from ..hub.licenses import License
-from ..hub.papers import PAPER
 from ..utils.names import public_name, public_text
+from ..utils.papers import PAPER
 from ..utils.text import markdown_table, markdown_text
 
 

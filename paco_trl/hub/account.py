@@ -18,8 +18,9 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import get_session
 
 from ..utils.files import read_record
+from ..utils.model_files import SETTINGS
 from ..utils.names import is_same_model, public_name
-from .files import SETTINGS, is_one_of
+from .files import is_one_of
 
 
 # The common base class of Hub and connection errors: `httpx.HTTPError` or, since huggingface_hub 2, `httpx2.HTTPError`

@@ -18,9 +18,10 @@ from PIL.Image import Image
 from ..data import demo_prompts_path, theme_question
 from ..utils.files import open_weights, read_template, write_atomically
 from ..utils.images import to_png
+from ..utils.model_files import SETTINGS
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
-from .files import JUDGE_PICTURES, PICTURES, SETTINGS, foreign_files, saved_pictures, select_files
+from .files import JUDGE_PICTURES, PICTURES, foreign_files, saved_pictures, select_files
 from .settings import ImageModelCard, JudgeCard, save_settings
 
 

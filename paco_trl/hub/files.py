@@ -10,11 +10,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..utils.files import read_record
+from ..utils.model_files import SETTINGS
 from ..utils.text import some_of
 
 
-# Settings of the model and its training, see `settings.py`
-SETTINGS = "paco_trl.json"
 # In a checkpoint, the record of its run and files; in an output directory, the mark of a started run
 RUN_FILE = "run.json"
 # Patterns of what a run writes besides models

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 from ..data.image_sets import PANEL_TEMPLATE
 from ..utils.files import write_atomically
-from ..utils.model_files import find_model_file
+from ..utils.model_files import IMAGE_MODEL, SETTINGS, find_model_file
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
+from ..utils.papers import PAPER
 from ..utils.text import without_nan
-from .files import SETTINGS
 from .licenses import License
-from .papers import PAPER
 
 
 # Metrics of a judge -> their Hub identifiers and labels
@@ -105,7 +104,7 @@ class _Card:
 class ImageModelCard(_Card):
     """Card of an image model: an adapter, or a full transformer that was trained or had an adapter merged into it."""
 
-    kind: ClassVar[str] = "image model"
+    kind: ClassVar[str] = IMAGE_MODEL
     template: ClassVar[str] = "paco_grpo_model_card.md.jinja"
 
     weights: str = "adapter"  # or "transformer", in a directory of that name

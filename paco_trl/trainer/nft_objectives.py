@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..hub.papers import AWM_PAPER, NFT_PAPER
 from ..rollout import TransformerStep
+from ..utils.papers import AWM_PAPER, NFT_PAPER
 from .losses import clipped_surrogate, matching_log_prob, nft_loss, nft_reward_probability, velocity_error
 from .paco_nft_config import PaCoNFTConfig
 

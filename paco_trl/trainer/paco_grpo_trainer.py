@@ -7,9 +7,9 @@ from typing import cast
 
 import torch
 
-from ..hub.papers import PAPER
 from ..rollout import RecordedStep
 from ..rollout.policy import Recording, score_step
+from ..utils.papers import PAPER
 from .losses import (
     PolicyLoss,
     PolicyStep,

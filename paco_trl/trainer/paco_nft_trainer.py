@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ..checkpointing.weights import EMA, use_weights
-from ..hub.papers import NFT_PAPER
 from ..hub.settings import ImageModelCard
 from ..rewards.scoring import Scores
 from ..rollout import Family, check_call_at, keyed_generator, predict
 from ..rollout.policy import Recording
 from ..rollout.rounds import Batch
 from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
+from ..utils.papers import NFT_PAPER
 from ..utils.tensors import to_device
 from .callbacks import AverageCallback
 from .losses import StepStatistics, add_flow_noise, masked_means, nft_old_policy_decay, velocity_error

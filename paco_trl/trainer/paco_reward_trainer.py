@@ -36,7 +36,6 @@ from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import saving_with_card
 from ..hub.files import JUDGE_ADAPTER
-from ..hub.papers import PAPER
 from ..hub.settings import JudgeCard
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
@@ -52,6 +51,7 @@ from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import uses_fsdp
+from ..utils.papers import PAPER
 from ..utils.quantization import describe_quantization
 from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments

@@ -10,6 +10,9 @@ from .files import read_record
 from .names import check_adapter_name, check_model_name, is_local
 
 
+# What is saved with a model about its training (`paco_trl.hub.settings`), and the `kind` of image models in it
+SETTINGS = "paco_trl.json"
+IMAGE_MODEL = "image model"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 # Names of diffusers and transformers for a model's own weights, or parts of them
 _ALL_WEIGHTS = re.compile(r"(?:diffusion_pytorch_)?model[.-]")

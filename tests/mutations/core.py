@@ -396,7 +396,7 @@ MUTANTS = [
     (P + "resolution.py", "if size > 0 and size % math.lcm(multiple or 1, count) == 0:", "if size > 0 and size % (multiple or 1) == 0:", RESOLUTION),
     # ---- Weights ----
     ("paco_trl/checkpointing/weights.py", "if parameter.requires_grad}", "}", EMA + "::TestArithmetic::test_low_precision_weights_are_averaged_in_float32"),
-    ("paco_trl/checkpointing/weights.py", "return {name: parameter.detach().float() for", "return {name: parameter.detach() for", EMA + "::TestArithmetic::test_low_precision_weights_are_averaged_in_float32"),
+    ("paco_trl/checkpointing/weights.py", "return {name: local_part(parameter.detach()).float() for", "return {name: local_part(parameter.detach()) for", EMA + "::TestArithmetic::test_low_precision_weights_are_averaged_in_float32"),
     ("paco_trl/checkpointing/weights.py", "list(weights.values()), 1 - self.decay)", "list(weights.values()), self.decay)", EMA + "::TestArithmetic::test_the_step_is_decay_times_the_old_average"),
     ("paco_trl/checkpointing/weights.py", "self._to_storage(tensor, copy=True)", "self._to_storage(tensor)", EMA + "::TestArithmetic::test_the_step_is_decay_times_the_old_average"),
     ("paco_trl/checkpointing/weights.py", 'tensor.to("cpu"), 1 - self.decay)', 'tensor.to("cpu"), self.decay)', EMA + "::TestArithmetic::test_offloaded_average_is_the_same"),

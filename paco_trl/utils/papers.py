@@ -3,7 +3,7 @@
 
 import yaml
 
-from ..utils.files import read_template
+from .files import read_template
 
 
 _CITATIONS = yaml.safe_load(read_template("citations.yaml"))
