@@ -687,6 +687,7 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
         (["--num_processes", "8", "--accelerate_config", "zero3"], ["--config_file=zero3", "--num_processes=8"]),
         ([], [f"--config_file={CONFIGS / 'multi_gpu.yaml'}", "--num_processes=4"]),
         (["--accelerate_config", "None"], ["--num_processes=4", "--multi_gpu"]),
+        (["--num_processes", "None"], [f"--config_file={CONFIGS / 'multi_gpu.yaml'}"]),
     ):
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
         assert main.main(["grpo", *words, *config]) == 0

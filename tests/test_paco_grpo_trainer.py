@@ -762,6 +762,8 @@ class TestBadInput:
                 {"per_device_train_batch_size": 101},
             ),
             ("is 63", {"height": 63}),
+            ("`save_steps` is -5", {"save_steps": -5}),
+            ("`save_total_limit` is 0", {"save_total_limit": 0}),
             ("`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 1}),
             ("`reward_weights`", {"reward_weights": [1.0, 2.0]}),
             ("`reward_weights`", {"reward_weights": [float("nan")]}),

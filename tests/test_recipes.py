@@ -448,7 +448,7 @@ class TestTypedOptions:
         fit_panel_options(*parsed[:2], sized, None)  # the recipe has another height, which nobody typed
         parsed[0].typed = {"height", "width"}
         fit_panel_options(*parsed[:2], sized, sets)  # where some rows have none
-        with pytest.raises(ValueError, match="each row of the data has a `height` of its own"):
+        with pytest.raises(ValueError, match="each row of the data has a height of its own"):
             fit_panel_options(*parsed[:2], sized, None)
         parsed[1].offload_rewards = True  # by the recipe
         fit_reward_options(*parsed[:2], [redness_reward, with_model := lambda **columns: None])

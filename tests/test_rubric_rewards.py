@@ -278,7 +278,7 @@ class TestCommandLine:
         assert names == ["rubric_instruction", "rubric_unchanged", "rubric_mine"]
         assert first.judge is second.judge is third.judge and "0 to 5" in third.rubric
         assert any(hasattr(weight, "__tensor_flatten__") for weight in first.judge.model.parameters())
-        assert judges_of(arguments) == [(str(folders["qwen2.5"]), None)]
+        assert [*judges_of(arguments)] == [(str(folders["qwen2.5"]), None)]
         arguments.eval_judge_model = str(folders["llava"])
         evaluation = load_eval_rewards(arguments, [first, load_rewards, second, third])
         assert evaluation[1] is load_rewards and evaluation[0].judge is evaluation[3].judge is not first.judge

@@ -22,6 +22,7 @@ from paco_trl.commands.script_arguments import (
     check_reward_names,
     check_sizes,
     get_peft_config,
+    judges_of,
     load_eval_rewards,
     load_reward,
     load_rewards,
@@ -257,6 +258,15 @@ def test_served_judges_of_training_and_evaluation(server):
             evaluation(eval_judge_url=second.url, eval_rewards=["redness"])
 
 
+def test_each_judge_is_asked_what_its_rewards_ask():
+    """A judge of Yes and No need not write scores, and one that writes need not have log-probabilities."""
+    of = {"judge_model": "a", "judge_url": "http://a", "eval_judge_model": "b", "eval_judge_url": "http://b"}
+    arguments = ScriptArguments(rewards=["edit", "clip_t"], eval_rewards=["words:editscore"], **of)
+    assert judges_of(arguments) == {("a", "http://a"): ["edit"], ("b", "http://b"): ["words:editscore"]}
+    same = ScriptArguments(rewards=["edit"], eval_rewards=["words:editscore"], judge_model="a", judge_url="http://a")
+    assert judges_of(same) == {("a", "http://a"): ["edit", "words:editscore"]}
+
+
 @pytest.mark.parametrize("field", ["rewards", "eval_rewards"])
 def test_a_reward_that_is_named_twice(field):
     """Before a model is loaded, also those of the evaluation."""
@@ -266,14 +276,14 @@ def test_a_reward_that_is_named_twice(field):
         check_reward_names(ScriptArguments(**settings | {field: ["layout", "layout"]}))
 
 
-@pytest.mark.parametrize("height", [64, 96, 128])
-def test_a_size_that_no_row_has(height):
-    """It would do nothing: each row has its own. A size that some have may stay, as in a file for several datasets."""
-    rows = Dataset.from_list([{"prompt": "A cat.", "height": size, "width": 64} for size in (64, 96)])
+@pytest.mark.parametrize("heights", [[64, 96], [128, 128]])
+def test_a_size_beside_rows_with_sizes_of_their_own(heights):
+    """It would do nothing. The one that all rows have is right."""
+    rows = Dataset.from_list([{"prompt": "A cat.", "height": height, "width": 64} for height in heights])
     args = SimpleNamespace(typed={"height"})
-    sizes = SimpleNamespace(height=height, width=512, resolution_scale=1.0)
-    message = r"`--height` is 128, but each row .* a `height` of its own \(64, 96\).*`--resolution_scale` trains"
-    with pytest.raises(OptionError, match=message) if height == 128 else nullcontext():
+    sizes = SimpleNamespace(height=128, width=512, resolution_scale=1.0)
+    message = r"`--height` is 128, but each row .* a height of its own \(64, 96\).*`--resolution_scale` trains"
+    with pytest.raises(OptionError, match=message) if 64 in heights else nullcontext():
         check_sizes(args, sizes, rows)
     check_sizes(args, sizes, rows.remove_columns("height"))
     check_sizes(SimpleNamespace(typed=set()), sizes, rows)

@@ -349,7 +349,7 @@ class TestCommandLine:
         arguments = ScriptArguments(rewards=names, **options)
         first, _, second = load_rewards(arguments)
         assert first.judge is second.judge and (first.num_answers, second.prompt.scale) == (2, 25)
-        assert judges_of(arguments) == [("writer", server.url)]
+        assert [*judges_of(arguments)] == [("writer", server.url)]
         (rubric,) = [RubricReward(first.judge, "instruction")]
         assert rubric.judge is first.judge
         first.judge.close()

@@ -171,13 +171,17 @@ def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | N
     return config, remaining, path.stem if is_recipe else None
 
 
+def _number_or_none(word: str) -> int | None:
+    return None if word.lower() in ("none", "null") else int(word)
+
+
 def launch(command: list[str], argv: list[str]) -> None:
     """Replace this process with `accelerate launch` of the same command, if TRL's options for it are passed."""
     is_launched = bool({"LOCAL_RANK", _IS_LAUNCHED} & os.environ.keys())
     config = {} if is_launched else read_config(argv)[0]
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", default=config.get("accelerate_config"))
-    parser.add_argument("--num_processes", type=int, default=config.get("num_processes"))
+    parser.add_argument("--num_processes", type=_number_or_none, default=config.get("num_processes"))
     options, remaining = parser.parse_known_args(argv)
     file = options.accelerate_config
     file = None if str(file).lower() in ("none", "null") else file  # to leave out that of a file
@@ -187,7 +191,7 @@ def launch(command: list[str], argv: list[str]) -> None:
             "`--num_processes` and `--accelerate_config` have no effect in a command that is already launched. Leave "
             "them out."
         )
-    if file is None and number is None:
+    if file is None and number in (None, 1):
         return
     if number is not None and number < 1:
         raise OptionError(f"`--num_processes` is {number}; it must be at least 1.")

@@ -114,7 +114,9 @@ class CommandParser(argparse.ArgumentParser):
         self.required, usual, package, library = self.sections.values()
         package.append(self.add_argument("-h", "--help", action="help", help="Show these options."))
         if is_launched:  # by `main`, before the options are parsed
-            options["num_processes"] = {"type": "int", "help": "Start that many processes, one for each GPU."}
+            text = "Start that many processes, one for each GPU."
+            options["num_processes"] = {"type": "int", "help": text}
+            self.nullable |= {"num_processes"}
             text = "A file of `accelerate`, or the name of a packaged one, such as `zero3`."
             options["accelerate_config"] = {"help": text}
         for name, option in options.items():

@@ -250,7 +250,7 @@ def load_eval_prompts(script_args: ScriptArguments) -> "Dataset | None":
 
 
 def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *datasets: "Dataset | None") -> None:
-    """Drop a recipe's options for separate images if no dataset has any, and warn of typed sizes that no row uses."""
+    """Drop a recipe's options for separate images if no dataset has any, and refuse typed sizes that would do nothing."""
     from .. import PaCoGRPOConfig
     from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 
@@ -270,17 +270,17 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
 
 
 def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
-    """Refuse a typed height or width that no image would have, since every row has another of its own."""
+    """Refuse a typed height or width that would do nothing, since each row has its own."""
     for name in ("height", "width"):
         if not datasets or not all(name in dataset.column_names for dataset in datasets):
             continue
         sizes = {size for dataset in datasets for size in dataset[name]}
         value = getattr(value_of, name)
-        if name in args.typed and None not in sizes and value not in sizes:
+        if name in args.typed and None not in sizes and sizes != {value}:
             scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
             raise OptionError(
-                f"`--{name}` is {value}, but each row of the data has a `{name}` of its own ({some_of(sorted(map(str, sizes)))}). "
-                f"Leave the option out, or the columns `height` and `width`.{scaled}",
+                f"`--{name}` is {value}, but each row of the data has a {name} of its own ({some_of(sorted(map(str, sizes)))}). "
+                f"Leave the option out, or the columns of sizes in the data.{scaled}",
                 name,
             )
 
@@ -429,10 +429,13 @@ def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
     return evaluation
 
 
-def judges_of(script_args: ScriptArguments) -> list[tuple[str, str | None]]:
-    """Return name and address of the judges that the rewards of training and of the evaluation load."""
-    both = (script_args, _of_evaluation(script_args))
-    return list(dict.fromkeys((args.judge_model, args.judge_url) for args in both if _with_judge(args.rewards)))
+def judges_of(script_args: ScriptArguments) -> dict[tuple[str, str | None], list[str]]:
+    """Return name and address of the judges of training and of the evaluation, with the rewards that ask them."""
+    judges: dict[tuple[str, str | None], list[str]] = {}
+    for args in (script_args, _of_evaluation(script_args)):
+        for name in _with_judge(args.rewards):
+            judges.setdefault((args.judge_model, args.judge_url), []).append(name)
+    return judges
 
 
 def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") -> None:
@@ -446,10 +449,9 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     if training_args.quantization not in (None, "fp8_storage"):
         quantization_config(training_args.quantization, torch.bfloat16, "diffusers")  # which asks the machine
-    for model, url in judges_of(script_args):
+    for (model, url), names in judges_of(script_args).items():
         if url is not None:
             judge = rewards.ServedJudge(url, model)
-            names = _with_judge([*script_args.rewards, *(script_args.eval_rewards or ())])
             written = [name for name in names if name.startswith(WORDS)]
             for name in written:
                 read_words_prompt(name, url).check(judge)

@@ -45,8 +45,11 @@ class ClipEmbedder:
         self.device = device
         self.batch_size = batch_size
         self.model_name = public_name(str(model))  # name on cards
-        with without_zero3_init():
-            self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
+        try:
+            with without_zero3_init():
+                self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
+        except OSError as error:  # whose message may not name the model
+            raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
         self.model.eval().requires_grad_(False)
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
 

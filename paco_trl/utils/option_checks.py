@@ -42,7 +42,7 @@ _USED_BY = {"nft": "GRPO or the loss 'awm'", "awm": "the loss 'nft'"}  # those f
 _ALTERNATIVES = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile_repeated_blocks"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "noise_level"),
-    "fsdp": "deepspeed",
+    "fsdp": "accelerate_config",  # its file fsdp2
     "fp16": "bf16",
     "data_seed": "seed",
 }
@@ -68,7 +68,12 @@ _NONE_OR_AT_LEAST_ONE = (
 _FRACTIONS = ("max_reward_failures", "max_excluded_images", "max_excluded_groups")
 # Fields, their good values, and the rule in errors
 Ranges = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
+_SAVING: Ranges = (
+    (("save_steps",), lambda v: v > 0, "above 0: Trainer would save nothing until the end"),
+    (("save_total_limit",), lambda v: v is None or v > 0, "above 0, or None"),
+)
 _RANGES: Ranges = (
+    *_SAVING,
     (("num_generations",), lambda v: v is not None and v >= 2, "at least 2, to be compared (the paper uses 16)"),
     (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
     (_NONE_OR_AT_LEAST_ONE, lambda v: v is None or v >= 1, "at least 1"),
@@ -92,6 +97,7 @@ _NFT_RANGES: Ranges = (
     (("advantage_clip",), lambda v: v is not None, "a number, by which advantages are divided (the paper uses 5)"),
 )
 _REWARD_RANGES: Ranges = (
+    *_SAVING,
     (("learning_rate",), lambda v: v >= 0, "at least 0"),
     (
         ("first_token_weight",),
