@@ -115,16 +115,20 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """List the differences between two descriptions, a line each: the entries of `now`, and all within them."""
-    return [
-        f"{name}: its contents have changed" if _is_digest(before) or _is_digest(value)
-        else f"{name}: {shorten(before)}, now {shorten(value)}"
-        for name, before, value in changes(saved, now)
-    ]  # fmt: skip
+    lines = []
+    for name, before, value in changes(saved, now):
+        words = [_without_digest(before), _without_digest(value)]
+        is_content = "" in words or words[0] == words[1]  # of which only digests are known
+        lines.append(
+            f"{name}: its contents have changed" if is_content
+            else f"{name}: {shorten(words[0])}, now {shorten(words[1])}"
+        )  # fmt: skip
+    return lines
 
 
-def _is_digest(value: Any) -> bool:
-    """Tell whether a value is a digest of contents, maybe after a word on them: a reader learns nothing from it."""
-    return isinstance(value, str) and re.fullmatch(r"(\w+: )?[0-9a-f]{16,64}", value) is not None
+def _without_digest(value: Any) -> Any:
+    """Leave out a digest of contents, maybe after a word on them, from which a reader learns nothing."""
+    return re.sub(r"(?:^|: )[0-9a-f]{16,64}$", "", value) if isinstance(value, str) else value
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
