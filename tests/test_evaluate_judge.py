@@ -18,6 +18,7 @@ from paco_trl.commands import evaluate_judge as script
 from paco_trl.commands.evaluate_arguments import main as evaluate_main
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
+from paco_trl.utils.errors import OptionError
 from testing_utils import jsonl, noise
 
 
@@ -84,6 +85,14 @@ def test_from_the_command_line(workspace, arguments, tiny_clip, tmp_path, monkey
     # Another template is another row
     script.evaluate(arguments(output, template="plain"))
     assert [entry["settings"]["template"] for entry in results_in(output)] == ["theme", "plain"]
+
+
+def test_one_process_evaluates_a_judge(arguments, tmp_path, monkeypatch):
+    """Each of several would score all pairs, and write them into one file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="`--num_processes` is 2, but a judge is evaluated by one process"):
+        script.evaluate(arguments(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_weights_and_another_dtype_of_one_name(workspace, arguments, tiny_clip, tmp_path):

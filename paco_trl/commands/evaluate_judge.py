@@ -8,6 +8,7 @@ figures that are comparable with the paper's. Interrupted runs resume, and a jud
 has scores of its own (delete those of a judge on a server). Run several judges into one directory to compare them.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -66,6 +67,10 @@ def load_scorer(script_args: JudgeArguments):
 
 def evaluate(script_args: JudgeArguments) -> None:
     """Evaluate a judge, and report its results beside others in the same directory."""
+    if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # each would score all, into one file
+        message = f"`--num_processes` is {count}, but a judge is evaluated by one process. Leave it out; a judge on a "
+        message += "server (`--judge_url`) may use several GPUs."
+        raise OptionError(message, "num_processes")
     dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
     # `load_dataset` cannot read the published rankings, which are JSON lines with file names
     is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
