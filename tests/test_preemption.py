@@ -240,6 +240,32 @@ class TestInOneProcess:
             assert saved == ["checkpoint-2"] and "Stopped by Ctrl-C at step 2, which is saved in" in said
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+    @pytest.mark.parametrize("is_enabled", [True, False])
+    def test_ctrl_c_in_python(self, make_trainer, is_enabled):
+        """It raises what it does in every trainer; the caller may go on, and save what was trained."""
+
+        class Interrupt(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        trainer = make_trainer(max_steps=4, enable_jit_checkpoint=is_enabled, callbacks=[Interrupt()])
+        with pytest.raises(KeyboardInterrupt, match="step 2, which is saved" if is_enabled else ""):
+            trainer.train()
+        saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
+        assert saved == (["checkpoint-2"] if is_enabled else [])
+        trainer.save_model()
+        assert (Path(trainer.args.output_dir) / "adapter_model.safetensors").is_file()
+
+    def test_ctrl_c_that_a_shell_lets_its_background_ignore(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with stop_signals(["SIGINT", "SIGTERM"]):
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def test_workers_that_are_left_do_not_hold_up_the_exit(self):
         code = "from torch.utils.data import DataLoader\nfrom paco_trl.utils.stopping import ignore_stop_in_workers\n"
         code += "ignore_stop_in_workers(loader := DataLoader(range(99), num_workers=1), ['SIGTERM'])\n"

@@ -35,18 +35,17 @@ def check_start(args: Any, published_files: Iterable[str], is_early: bool = Fals
 
 
 def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:
-    """Train, then save the model, or save and push it. Ctrl-C saves a checkpoint; a second one prints how to resume."""
+    """Train, then save the model, or save and push it. Ctrl-C prints how to resume."""
     from peft import PeftModel
 
     args = trainer.args
     num_launched = int(os.environ.get("WORLD_SIZE", 1))
     if num_launched != trainer.accelerator.num_processes:
         raise OptionError(f"{num_launched} processes would each train alone. Without a GPU, add `--use_cpu`.")
-    args.jit_checkpoint_signals = [*dict.fromkeys([*args.jit_checkpoint_signals, "SIGINT"])]
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped. {how_to_resume(args.output_dir)}") from None
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or f"stopped. {how_to_resume(args.output_dir)}") from None
 
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)

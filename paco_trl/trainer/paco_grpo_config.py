@@ -219,7 +219,8 @@ class PaCoGRPOConfig(GRPOConfig):
             Whether the average is kept in CPU memory.
         enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
             Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up what is generated or evaluated, write a
-            checkpoint and end the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
+            checkpoint and end the process with code 75 (`EX_TEMPFAIL`). So does Ctrl-C, which then raises
+            `KeyboardInterrupt`. If `False`, they end it at once.
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):

@@ -74,7 +74,8 @@ class PaCoRewardConfig(SFTConfig):
             Whether DDP looks for unused parameters. There are none, since every batch has images.
         enable_jit_checkpoint (`bool`, *optional*, defaults to `True`):
             Whether SIGTERM and SIGUSR1 finish the optimizer step, or give up an evaluation, write a checkpoint and end
-            the process with code 75 (`EX_TEMPFAIL`). If `False`, they end it at once.
+            the process with code 75 (`EX_TEMPFAIL`). So does Ctrl-C, which then raises `KeyboardInterrupt`. If
+            `False`, they end it at once.
         jit_checkpoint_signals (`list[str]`, *optional*, defaults to `["SIGTERM", "SIGUSR1"]`):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):

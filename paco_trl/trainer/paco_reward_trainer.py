@@ -405,7 +405,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         dataloader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint:
             base = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's own takes it from there
-            ignore_stop_in_workers(base, self.args.jit_checkpoint_signals)
+            ignore_stop_in_workers(base, ["SIGINT", *self.args.jit_checkpoint_signals])
         return dataloader
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> torch.utils.data.Sampler:

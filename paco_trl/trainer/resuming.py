@@ -118,22 +118,27 @@ class ResumesExactly(PushesToHub):
         self._saved_step = None
         self._restore_rng_state = None
         self.loaded_step = None
-        with stop_signals(args.jit_checkpoint_signals) if args.enable_jit_checkpoint else nullcontext():
+        names = ["SIGINT", *args.jit_checkpoint_signals]  # Ctrl-C, too
+        with stop_signals(names) if args.enable_jit_checkpoint else nullcontext():
             try:
                 yield
             except Stopped as stopped:
                 if not args.enable_jit_checkpoint:
                     raise
                 folder = self._save_before_stop()
+                text = ""
                 if self.accelerator.is_main_process:
                     where = "before the first optimizer step: the same command starts again"
                     if folder is not None:
                         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
                         how = "the same command with `--resume_from_checkpoint auto` continues from there"
                         where = f"at step {step}, which is saved in '{folder}': {how}"
-                    sys.stderr.write(f"Stopped by {stopped.signal} {where}.\n")
+                    text = f"Stopped by {stopped.signal} {where}."
+                if stopped.is_interrupt:  # the caller may go on, and save for example
+                    raise KeyboardInterrupt(text) from None
                 if stopped.by_all:
                     end_training(self.accelerator)
+                sys.stderr.write(f"{text}\n" if text else "")
                 raise SystemExit(stopped.code) from None
 
     def _begin_run(self) -> None:

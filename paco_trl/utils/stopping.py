@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""
-Stop when a scheduler asks for it, with SIGTERM or SIGUSR1, or Ctrl-C in a command: at once, or when all processes agree.
-"""
+"""Stop when a scheduler asks for it, by SIGTERM or SIGUSR1, or at Ctrl-C: at once, or when all processes agree."""
 
 import os
 import signal
@@ -37,10 +35,11 @@ class Stopped(SystemExit):
     """A signal ends the process; `by_all` if all processes have agreed to stop."""
 
     def __init__(self, number: int, by_all: bool = False):
-        code = _INTERRUPTED if number == signal.SIGINT else EXIT_CODE
+        self.is_interrupt = number == signal.SIGINT
+        code = _INTERRUPTED if self.is_interrupt else EXIT_CODE
         super().__init__(code)
         background.exit_code = code
-        self.signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.signal = "Ctrl-C" if self.is_interrupt else signal.Signals(number).name
         self.by_all = by_all
 
 
@@ -70,7 +69,10 @@ def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield
         return
-    before = {signal.Signals[name]: signal.signal(signal.Signals[name], _handle) for name in names}
+    numbers = [signal.Signals[name] for name in dict.fromkeys(names)]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        numbers = [number for number in numbers if number != signal.SIGINT]
+    before = {number: signal.signal(number, _handle) for number in numbers}
     try:
         yield
         if _received:  # after the last exchange
