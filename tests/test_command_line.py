@@ -705,6 +705,8 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     for words, code in (
         (["--lora_r", "0", *config], 1),
         (["--num_processes", "many", *DATA], 1),
+        (["--num_processes", "0", *DATA], 1),
+        (["--num_processes", "-1", *DATA], 1),
         (["--accelerate_config", "zero4", *DATA], 1),
         (["--num_processes", "8", *DATA, *sizes], 0),
         (["--num_processes", "4", *DATA, *sizes], 1),

@@ -193,8 +193,6 @@ def launch(command: list[str], argv: list[str]) -> None:
         )
     if file is None and number in (None, 1):
         return
-    if number is not None and number < 1:
-        raise OptionError(f"`--num_processes` is {number}; it must be at least 1.")
     flags = []
     if file is not None:
         flags.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the commands: how they are declared and described, and which of several values an option takes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -87,6 +87,7 @@ class OptionSources:
     typed: dict[str, Any]
     in_file: dict[str, Any]
     recipe: str | None  # its name, if the file is one of the package's
+    presets: Set[str] = frozenset()  # options in `in_file` that are the defaults for the model
 
     def __post_init__(self):
         # The user's own choices, which a recipe's options are not
@@ -109,16 +110,17 @@ class OptionSources:
         return {name: value for name, value in self.in_file.items() if name not in left_out} | self.typed
 
     def describe_left_out(self, final: Mapping[str, Any]) -> Iterator[str]:
-        """Describe, for each reason, the options of the file that were dropped and have another value in the end."""
-        by_reason: dict[str, list[str]] = {}
+        """Describe, by source and reason, the options of the file that were dropped and have another value in the end."""
+        by_reason: dict[tuple[str, str], list[str]] = {}
         for name, why in self.left_out.items():
             if name not in final or final[name] != self.in_file[name]:
                 # Weights say nothing without the rewards that they are of
                 names = [*(["rewards"] if name == "reward_weights" and "rewards" in self.in_file else ()), name]
-                settings = by_reason.setdefault(why, [])
+                source = "the model's defaults" if name in self.presets else self.recipe or "the file"
+                settings = by_reason.setdefault((source, why), [])
                 settings += [f"{name}={shorten(self.in_file[name])}" for name in names]
-        for why, settings in by_reason.items():
-            yield f"without {', '.join(settings)} of {self.recipe or 'the file'}, because of {why}."
+        for (source, why), settings in by_reason.items():
+            yield f"without {', '.join(settings)} of {source}, because of {why}."
 
     def settle(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
         """Drop options of the file that contradict the command line, and raise all other errors."""

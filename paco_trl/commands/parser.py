@@ -313,9 +313,14 @@ class CommandParser(argparse.ArgumentParser):
         """
         sources = self.read(sys.argv[1:] if args is None else args)
         if self.uses_presets:
-            sources.in_file = self.presets(sources.values()) | sources.in_file
+            presets = self.presets(sources.values())
+            sources.presets = presets.keys() - sources.in_file.keys()
+            sources.in_file = presets | sources.in_file
             sources.settle(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
         parsed = self._fill(sources.values(), sources.chosen, is_built=True)
+        for part in parsed:
+            if hasattr(part, "on_command_line"):
+                part.on_command_line = frozenset(sources.typed)
         if os.environ.get("RANK", "0") == "0":
             final = {name: value for part in parsed for name, value in vars(part).items()}
             for message in sources.describe_left_out(final):
@@ -345,10 +350,10 @@ class CommandParser(argparse.ArgumentParser):
             OptionError(f"In the file of `--config`: {error}", *error.options) for error in self.errors[num_errors:]
         ]
         self.launching = {name: typed.get(name, config.get(name)) for name in ("num_processes", "accelerate_config")}
-        if not str(count := self.launching["num_processes"] or 1).isdigit():
-            self.errors.append(
-                OptionError(f"`num_processes` is {count!r}; it must be a whole number.", "num_processes")
-            )
+        count = self.launching["num_processes"]
+        if count is not None and (type(count) is not int or count < 1):
+            message = f"`num_processes` is {count!r}; it must be a whole number from 1 on."
+            self.errors.append(OptionError(message, "num_processes"))
             self.launching["num_processes"] = None
         sources = OptionSources(typed, in_file, recipe)
         sources.leave_out(self.find_foreign(in_file))

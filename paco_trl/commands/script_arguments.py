@@ -46,7 +46,9 @@ JUDGE_ANSWERS = "Answers to each question of `words:`; more than one are sampled
 class PromptDataArguments:
     """Pipeline, and the prompts that it gets."""
 
-    typed: ClassVar[Set[str]] = frozenset()  # of an instance, by the parser
+    # Of an instance, by the parser: the user's options, and those of them that no file has
+    typed: ClassVar[Set[str]] = frozenset()
+    on_command_line: ClassVar[Set[str]] = frozenset()
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
@@ -270,19 +272,22 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
 
 
 def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
-    """Refuse a typed height or width that would do nothing, since each row has its own."""
+    """Refuse a typed height or width that would do nothing, since each row has its own; warn of one in a file."""
     for name in ("height", "width"):
         if not datasets or not all(name in dataset.column_names for dataset in datasets):
             continue
         sizes = {size for dataset in datasets for size in dataset[name]}
         value = getattr(value_of, name)
-        if name in args.typed and None not in sizes and sizes != {value}:
-            scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
-            raise OptionError(
-                f"`--{name}` is {value}, but each row of the data has a {name} of its own ({some_of(sorted(map(str, sizes)))}). "
-                f"Leave the option out, or the columns of sizes in the data.{scaled}",
-                name,
-            )
+        if name not in args.typed or None in sizes or sizes == {value}:
+            continue
+        scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
+        message = (
+            f"`--{name}` is {value}, but each row of the data has a {name} of its own "
+            f"({some_of(sorted(map(str, sizes)))}). Leave the option out, or the columns of sizes in the data.{scaled}"
+        )
+        if name in args.on_command_line:
+            raise OptionError(message, name)
+        logger.warning(message)  # a copied recipe has a size, and fits data without
 
 
 def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:
