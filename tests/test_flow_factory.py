@@ -89,7 +89,49 @@ def test_nft_of_an_edit_model_with_a_reward_of_theirs():
         "model_name_or_path": "a/kontext", "nft_beta": 0.5, "num_noise_levels": 3, "beta": 0.001, "use_peft": False,
         "edits": True, "multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch",
         "advantage_clip": 5.0, "height": 512, "width": 512, "resolution_scale": 1.0, "rewards": ["my_rewards.py"],
+        # What the file does not set is as there
+        "learning_rate": 1e-5, "num_prompts_per_generation": 8, "optimizer_steps_per_generation": 2,
+        "num_inference_steps": 10, "guidance_scale": 3.5, "save_steps": 20,
     }  # fmt: skip
+
+
+def test_what_is_left_out_is_named():
+    theirs = yaml.safe_load(GRPO)
+    assert "one `seed`" not in describe(theirs, "theirs.yaml")
+    theirs |= {"mixed_precision": "fp16", "config_file": "config/accelerate_configs/fsdp1.yaml"}
+    theirs["eval"] |= {"seed": 1, "guidance_scale": 1.0}
+    theirs["log"]["project"] = "mine"
+    theirs["rewards"][0]["reward_model"] = theirs["eval_rewards"]["reward_model"] = "my_package.MyReward"
+    text = describe(theirs, "theirs.yaml")
+    assert "my_rewards.py: my_package.MyReward with the weight 0.5, my_package.MyReward\n" in text
+    assert not {"bf16", "accelerate_config"} & options_in(text).keys()
+    for line in (
+        "# there is one `seed`: eval.seed\n", "# there is one `guidance_scale`: eval.guidance_scale\n",
+        "or a file of your own: config_file\n", "`bf16: false`: mixed_precision\n",
+        "`WANDB_PROJECT` or `SWANLAB_PROJECT`: log.project\n",
+    ):  # fmt: skip
+        assert line in text
+    theirs["mixed_precision"] = yaml.safe_load("no")
+    assert options_in(describe(theirs, "theirs.yaml"))["bf16"] is False
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("adam_betas: [0.9, 0.99]", "adam_betas: 0.9"),
+        ("resolution: 512", "resolution: '512'"),
+        ("rewards:\n", "rewards: 5\nunused:\n"),
+    ],
+)
+def test_a_value_of_another_type(old, new):
+    assert old in GRPO
+    text = describe(yaml.safe_load(GRPO.replace(old, new, 1)), "theirs.yaml")
+    assert "'theirs.yaml', a file for Flow-Factory with a value of another type" in text
+
+
+def test_sections_of_another_trainer():
+    assert is_flow_factory({"model": {}, "train": {"group_size": 4}})
+    assert not is_flow_factory({"model": {"name_or_path": "a/b"}, "train": {"batch_size": 4}})
 
 
 def test_what_it_writes_is_a_file_of_this_package(tmp_path, monkeypatch):

@@ -30,6 +30,17 @@ _RENAMED = {
     "eval": {"num_inference_steps": "num_inference_steps_eval", "per_device_batch_size": "per_device_eval_batch_size"},
     "log": {"save_dir": "output_dir", "run_name": "run_name", "logging_backend": "report_to"},
 }  # fmt: skip
+# Defaults there that are others here, for what a file does not set
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"lora_rank": 8},
+    "train": {
+        "unique_sample_num_per_epoch": 8, "gradient_step_per_epoch": 2, "num_inference_steps": 10,
+        "guidance_scale": 3.5, "learning_rate": 1e-5,
+    },
+    "scheduler": {"noise_level": 0.7, "num_sde_steps": 1},
+    "eval": {"resolution": 1024, "num_inference_steps": 30, "eval_freq": 10},
+    "log": {"save_freq": 10},
+}  # fmt: skip
 _SDE_TYPES = {"Flow-SDE": "flow_sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
 # Why an option is left out. What is read elsewhere in this module, or has one value here, needs no reason
 _REASONS = {
@@ -44,19 +55,22 @@ _REASONS = {
     "condition_image_size": "source images follow the size of the image, and `resolution_scale`",
     "kl_beta": "`beta` multiplies another divergence, which has the step's variance in it: choose it anew",
     "off_policy": "the old policy generates",
+    "project": "set the environment variable `WANDB_PROJECT` or `SWANLAB_PROJECT`",
 }
 _UNSAID = (
     "model_type", "finetune_type", "target_modules", "trainer_type", "resolution", "height", "width", "adam_betas",
     "global_std", "advantage_aggregation", "clip_range", "adv_clip_range", "ema_decay", "ema_device", "max_epochs",
     "dynamics_type", "eval_freq", "save_freq", "guidance_scale", "seed", "verbose", "save_model_only", "kl_type",
-    "ref_param_device", "latent_storage_dtype", "sampler_type", "dataloader_num_workers", "resume_type", "project",
+    "ref_param_device", "latent_storage_dtype", "sampler_type", "dataloader_num_workers", "resume_type",
     "master_weight_dtype",
 )  # fmt: skip
 
 
 def is_flow_factory(config: Mapping[str, Any]) -> bool:
     """Tell whether the content of a YAML file is for Flow-Factory, whose options are in sections."""
-    return isinstance(config.get("train"), dict) and isinstance(config.get("model"), dict)
+    train = config.get("train")
+    is_theirs = isinstance(train, dict) and ("trainer_type" in train or "group_size" in train)
+    return is_theirs and isinstance(config.get("model"), dict)
 
 
 def describe(config: Mapping[str, Any], name: str) -> str:
@@ -68,7 +82,13 @@ def describe(config: Mapping[str, Any], name: str) -> str:
             f"of {', '.join(_METHODS)}."
         )
     command = _METHODS[trainer][0]
-    options, left_out = translate(config)
+    try:
+        options, left_out = translate(config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        return (
+            f"`--config` is {name!r}, a file for Flow-Factory with a value of another type than there ({error}). "
+            "Correct it, and you get its options by their names here."
+        )
     lines = "".join(f"# {reason}: {', '.join(names)}\n" for reason, names in left_out.items())
     text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
     return (
@@ -80,6 +100,9 @@ def describe(config: Mapping[str, Any], name: str) -> str:
 def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return a file's options by the names of this package, and names that are left out, by the reason."""
     sections = {name: config.get(name) or {} for name in _RENAMED}
+    for name, defaults in _DEFAULTS.items():
+        if name != "eval" or sections[name]:  # without the section, the dataset may have no prompts for it
+            sections[name] = defaults | sections[name]
     model = sections["model"]
     train = sections["train"]
     evaluation = sections["eval"]
@@ -95,13 +118,20 @@ def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list
     options |= _model_options(model) | {"edits": _edits(model, train)} | _training_options(train)
     options |= _sde_options(sections["scheduler"], train) if command == "grpo" else {}
     options |= _size_options(train, evaluation) | _periods(sections["log"], train, evaluation)
-    options |= {"loss_type": loss_type} | _launch_options(config)
+    launch_options = _launch_options(config)
+    options |= {"loss_type": loss_type} | launch_options
     for key in ("rewards", "eval_rewards"):
         options[key], unknown = _reward_options(config.get(key) or [])
-        if unknown:
-            left_out.setdefault("write these rewards as functions in my_rewards.py", []).extend(unknown)
-    if evaluation.get("guidance_scale", train.get("guidance_scale")) != train.get("guidance_scale"):
-        left_out["there is one `guidance_scale`"] = ["eval.guidance_scale"]
+        mine = left_out.setdefault("write these rewards as functions in my_rewards.py", []) if unknown else []
+        mine += [name for name in unknown if name not in mine]
+    for section, name in (("eval", "guidance_scale"), ("eval", "seed"), ("scheduler", "seed")):
+        value = sections[section].get(name)
+        if value is not None and value != train.get(name, 42):  # the default seed
+            left_out.setdefault(f"there is one `{name}`", []).append(f"{section}.{name}")
+    if config.get("config_file") and not launch_options["accelerate_config"]:
+        left_out["choose an `accelerate_config`, or a file of your own"] = ["config_file"]
+    if config.get("mixed_precision") not in (None, False, "no", "bf16"):
+        left_out["training is in bfloat16, or float32 with `bf16: false`"] = ["mixed_precision"]
     unused = ("lora_r", "lora_alpha", "adapter") if options.get("use_peft") is False else ()
     unused += ("noise_level", "num_sde_steps", "sde_steps") if command == "nft" else ("nft_beta", "num_noise_levels")
     options = {name: value for name, value in options.items() if value not in (None, []) and name not in unused}
@@ -190,7 +220,7 @@ def _launch_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_processes": count if count != 1 else None,
         "accelerate_config": stage,
-        "bf16": {"bf16": True, "no": False}.get(str(precision)),
+        "bf16": {"bf16": True, "no": False, "False": False}.get(str(precision)),  # YAML reads `no` as false
     }
 
 
@@ -201,5 +231,9 @@ def _reward_options(rewards: Any) -> tuple[list[Any], list[str]]:
     known = [_REWARDS.get(name.lower()) for name in names]
     weights = [entry.get("weight", 1.0) for entry in entries]
     found = [name if weight == 1 else {name: weight} for name, weight in zip(known, weights, strict=True) if name]
-    unknown = [name for name, here in zip(names, known, strict=True) if here is None]
+    unknown = [
+        name if weight == 1 else f"{name} with the weight {weight}"
+        for name, here, weight in zip(names, known, weights, strict=True)
+        if here is None
+    ]
     return [*found, *["my_rewards.py"] * bool(unknown)], unknown
