@@ -412,8 +412,25 @@ class TestCaptionFolders:
         )
         with pytest.raises(ValueError, match="add `--edits`"):
             load_image_set_prompts(tmp_path)
+        write_image(tmp_path / "input1" / "001.png", 20)
+        with pytest.raises(ValueError, match=r"input1' has two images of one name: 001.jpg, 001.png. Move one away"):
+            load_edit_prompts(tmp_path)
+        (tmp_path / "input1" / "001.png").unlink()
         (tmp_path / "input1" / "002.png").unlink()
         with pytest.raises(ValueError, match="no source of the same name in input1, input2: target/002.png"):
+            load_edit_prompts(tmp_path)
+
+    def test_the_tenth_source_is_the_last(self, tmp_path):
+        self.make(tmp_path / "target", ["001"])
+        for number in (2, 10, 1):
+            write_image(tmp_path / f"input{number}" / "001.png", 10 + number)
+        images = load_edit_prompts(tmp_path)[0]["images"]
+        assert [image.tobytes() for image in images] == [noise(10 + number).tobytes() for number in (1, 2, 10)]
+
+    def test_sources_in_a_directory_of_another_name(self, tmp_path):
+        self.make(tmp_path / "target", ["001"])
+        write_image(tmp_path / "control" / "001.png", 10)
+        with pytest.raises(ValueError, match="control/001.png. Name directories of sources input1, input2."):
             load_edit_prompts(tmp_path)
 
     def test_an_image_without_a_text(self, tmp_path):

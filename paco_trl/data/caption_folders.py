@@ -29,13 +29,14 @@ def read_caption_folder(folder: Path) -> Dataset | None:
     The texts are the column `prompt`, the images `target`, which rewards get, and the source images `images`.
 
     Raises:
-        ValueError: If some images have no text, or a text is empty, or an edited image has no source.
+        ValueError: If some images have no text, or a text is empty, or an edited image has no source, or two of them.
     """
     entries = sorted(folder.iterdir())
     if any(data_ending(path) in (*JSON_DATA, *TABLES, PARQUET) for path in entries):
         return None
     folders = [path for path in entries if path.is_dir()]
     inputs = [path for path in folders if _INPUT.fullmatch(path.name)]
+    inputs.sort(key=lambda path: (len(path.name), path.name))  # input10 comes after input2
     is_edits = bool(inputs) and folder / _TARGET in folders
     places = [folder / _TARGET] if is_edits else [folder, *folders]
     images = [image for place in places for image in _images_in(place)]
@@ -43,9 +44,10 @@ def read_caption_folder(folder: Path) -> Dataset | None:
     if not captioned:
         return None
     if lacking := [str(image.relative_to(folder)) for image in sorted({*images} - {*captioned})]:
+        has_target = folder / _TARGET in folders and not is_edits
         raise ValueError(
             f"{len(lacking)} of the {len(images)} images of '{folder}' have no text beside them: {some_of(lacking)}. "
-            "Write it, or move the image away."
+            + ("Name directories of sources input1, input2." if has_target else "Write it, or move the image away.")
         )
     prompts = {image: read_text(image.with_suffix(".txt")).strip() for image in captioned}
     if empty := [
@@ -56,8 +58,10 @@ def read_caption_folder(folder: Path) -> Dataset | None:
     columns: dict[str, list] = {"prompt": [*prompts.values()], "target": names}
     features = {"prompt": Value("string"), "target": Image()}
     if is_edits:
-        sources = [{path.stem: str(path.relative_to(folder)) for path in _images_in(place)} for place in inputs]
-        columns["images"] = [[of[image.stem] for of in sources if image.stem in of] for image in captioned]
+        sources = [_sources_in(place) for place in inputs]
+        columns["images"] = [
+            [str(of[image.stem].relative_to(folder)) for of in sources if image.stem in of] for image in captioned
+        ]
         if alone := [name for name, found in zip(names, columns["images"], strict=True) if not found]:
             raise ValueError(
                 f"Edited images of '{folder}' have no source of the same name in {some_of([i.name for i in inputs])}: "
@@ -69,3 +73,12 @@ def read_caption_folder(folder: Path) -> Dataset | None:
 
 def _images_in(place: Path) -> Iterator[Path]:
     return (path for path in sorted(place.iterdir()) if path.suffix.lower() in _IMAGES and path.name[0] != ".")
+
+
+def _sources_in(place: Path) -> dict[str, Path]:
+    """Return the images of a directory by their names without ending."""
+    images: dict[str, Path] = {}
+    for image in _images_in(place):
+        if (other := images.setdefault(image.stem, image)) != image:
+            raise ValueError(f"'{place}' has two images of one name: {other.name}, {image.name}. Move one away.")
+    return images
