@@ -212,6 +212,24 @@ def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters
         evaluate(*words, "--edits", False, model=tiny_flux, folder=tmp_path / "out", rewards=["edit"])
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_model_that_trains_on_edits_gets_them(has_adapter, adapters, tmp_path):
+    """By the training default of its family, where no card says otherwise."""
+    model = build_tiny_flux_kontext(tmp_path / "model")
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    (tmp_path / "edits.jsonl").write_text(json.dumps({"prompt": "Make it red.", "image": "a.png"}))
+    words = ["--dataset_name", tmp_path / "edits.jsonl", "--judge_model", model]
+    if has_adapter:
+        shutil.copytree(adapters["moved"], tmp_path / "sets")
+        config = json.loads((tmp_path / "sets" / "adapter_config.json").read_text())
+        config |= {"base_model_name_or_path": str(model)}
+        (tmp_path / "sets" / "adapter_config.json").write_text(json.dumps(config))
+        save_settings(ImageModelCard("sets", "sets", str(model), trained_on="sets"), tmp_path / "sets")
+        words += ["--adapter", tmp_path / "sets"]
+    with pytest.raises(ValueError, match="add `--edits`" if has_adapter else "no vision-language model"):
+        evaluate(*words, model=model, folder=tmp_path / "out", rewards=["edit"])
+
+
 def test_adapters_of_two_models_are_evaluated_one_by_one(files, adapters, tiny_flux, tmp_path):
     other = shutil.copytree(adapters["moved"], tmp_path / "other")
     config = json.loads((other / "adapter_config.json").read_text()) | {"base_model_name_or_path": "makers/other"}

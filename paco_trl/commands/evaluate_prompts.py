@@ -54,7 +54,7 @@ from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
 from .main import say
-from .options import find_unused
+from .options import config_options, find_unused
 from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
@@ -79,10 +79,14 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     folders = args.folders
     base, *adapter_specs = _read_systems(args)
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
-    family = FAMILIES.get(class_name if isinstance(class_name, str) else class_name[-1])
-    is_editing = (
-        family is not None and family.needs_images or base.card is not None and base.card.trained_on == "edits"
-    )
+    class_name = class_name if isinstance(class_name, str) else class_name[-1]
+    family = FAMILIES.get(class_name)
+    if family is not None and family.needs_images:
+        is_editing = True
+    elif base.card is not None:
+        is_editing = base.card.trained_on == "edits"
+    else:
+        is_editing = config_options()["family_defaults"].get(class_name, {}).get("edits", False)
     args.edits |= is_editing and "edits" not in args.typed  # as in training
     refuse(find_unused_edit_options(args))
     shared_fields = (*fields(PromptDataArguments), *fields(RewardOptions))
