@@ -88,8 +88,8 @@ def evaluate(script_args: JudgeArguments) -> None:
     if benchmark == "rankings" and "ranking" not in dataset.column_names:
         if "images" not in dataset.column_names:
             raise ValueError(
-                f"'{dataset_name}' has the columns {', '.join(dataset.column_names)}: neither rankings (`reference`, `candidates`, "
-                "`ranking`, `prompt`) nor pairs (`images`, `prompt`, `completion`)."
+                f"'{dataset_name}' has the columns {', '.join(dataset.column_names)}: neither rankings (`reference`, "
+                "`candidates`, `ranking`, `prompt`) nor pairs (`images`, `prompt`, `completion`)."
             )
         benchmark = "pairs"
         dataset = as_pairs(dataset, dataset_name)

@@ -78,8 +78,8 @@ def describe(config: Mapping[str, Any], name: str) -> str:
     trainer = config["train"].get("trainer_type", "grpo")
     if trainer not in _METHODS:
         return (
-            f"`--config` is {name!r}, a file for the trainer {trainer!r} of Flow-Factory, which is not here. Choose one "
-            f"of {', '.join(_METHODS)}."
+            f"`--config` is {name!r}, a file for the trainer {trainer!r} of Flow-Factory, which is not here. Choose "
+            f"one of {', '.join(_METHODS)}."
         )
     command = _METHODS[trainer][0]
     try:

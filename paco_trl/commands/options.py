@@ -110,7 +110,7 @@ class OptionSources:
         return {name: value for name, value in self.in_file.items() if name not in left_out} | self.typed
 
     def describe_left_out(self, final: Mapping[str, Any]) -> Iterator[str]:
-        """Describe, by source and reason, the options of the file that were dropped and have another value in the end."""
+        """Describe, by source and reason, the dropped options of the file that have another value in the end."""
         by_reason: dict[tuple[str, str], list[str]] = {}
         for name, why in self.left_out.items():
             if name not in final or final[name] != self.in_file[name]:

@@ -72,9 +72,9 @@ class RewardOptions:
         ["consistency", "clip_t"],
         "Rewards: `consistency`, `clip_t` (the paper's for sets), `edit` (its for edits), `reference`, `clip_i`, "
         "`pick_score`, `no_duplicates`, `layout`, `ocr`; ratings by any vision-language model: `rubric:instruction`, "
-        "`rubric:unchanged` (edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; by a served one that answers "
-        "in words: `words:editscore`, `words:editscore_qwen3` (edits), `words:viescore`, `words:my_prompt.yaml`; "
-        "`redness` and `panel_similarity` are for trying things out. Your own: "
+        "`rubric:unchanged` (edits), `rubric:consistency` (sets), `rubric:my_rubric.txt`; by a served one that "
+        "answers in words: `words:editscore`, `words:editscore_qwen3` (edits), `words:viescore`, "
+        "`words:my_prompt.yaml`; `redness` and `panel_similarity` are for trying things out. Your own: "
         "`my_rewards.py`, `my_rewards.py:my_reward` or `my_package.my_reward`; a class is called without arguments. "
         "For training each may have a weight: `consistency=0.2 clip_t=1`, in a file `{consistency: 0.2, clip_t: 1}`.",
         "--reward_funcs",
@@ -252,7 +252,7 @@ def load_eval_prompts(script_args: ScriptArguments) -> "Dataset | None":
 
 
 def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *datasets: "Dataset | None") -> None:
-    """Drop a recipe's options for separate images if no dataset has any, and refuse typed sizes that would do nothing."""
+    """Drop a recipe's options for separate images if no dataset has any, and check typed sizes."""
     from .. import PaCoGRPOConfig
     from ..data.image_sets import PANEL_OPTIONS, SEPARATE, arrange_sets
 

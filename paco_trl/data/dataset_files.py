@@ -352,14 +352,14 @@ def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
 
 
 def _find_image_folder(name: str, folder: Path) -> Path:
-    """Find the directory of images that are not in `folder`: `images`, as Flow-Factory's data have it, or say which."""
+    """Find the directory of images that are not in `folder`: `images`, as Flow-Factory has it, or say which."""
     if (folder / "images" / name).is_file():
         return folder / "images"
     for inner in filter(Path.is_dir, folder.iterdir()):
         if (inner / name).is_file():
             raise ValueError(
-                f"{name!r} is not in {folder}, but in its directory '{inner.name}'. Pass `--image_folder '{inner}'`, or "
-                f"write '{inner.name}/{name}'."
+                f"{name!r} is not in {folder}, but in its directory '{inner.name}'. Pass `--image_folder '{inner}'`, "
+                f"or write '{inner.name}/{name}'."
             )
     return folder
 

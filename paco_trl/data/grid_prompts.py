@@ -101,7 +101,8 @@ def parse_image_set_prompt(prompt: str) -> ImageSetPrompt:
         ignored = f" {num_ignored} more are inside sentences, and do not count." if num_ignored else ""
         raise ValueError(
             f"The prompt {excerpt} has {len(names)} panel markers ({' '.join(names)}) that do not fit its "
-            f"{rows}x{cols} grid. Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order.{ignored}"
+            f"{rows}x{cols} grid. Write {position_markers}`PANEL-1:` to `PANEL-{rows * cols}:`, in this order."
+            f"{ignored}"
         )
 
     ends = [marker.start() for marker in markers[1:]] + [len(prompt)]

@@ -76,7 +76,8 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
             found = {*dataset_or_rows.column_names}
         if sources := sorted(found & {"image", "images"}):
             raise ValueError(
-                f"The rows have source images (`{sources[0]}`). To edit them add `--edits`, or use `load_edit_prompts`."
+                f"The rows have source images (`{sources[0]}`). To edit them add `--edits`, or use "
+                "`load_edit_prompts`."
             )
         remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
         if "layout" in found:

@@ -302,8 +302,8 @@ def _load_mmrb2(path: Path) -> Dataset:
     """Load the file of MMRB2's edits, whose images are beside it, in the layout of EditReward-Bench."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no file '{path}'. Build MMRB2 (`python build_from_hf.py` in `benchmark` of its repository), and "
-            "pass its edit.json as `dataset_name`."
+            f"There is no file '{path}'. Build MMRB2 (`python build_from_hf.py` in `benchmark` of its repository), "
+            "and pass its edit.json as `dataset_name`."
         )
     content = read_json(path)
     pairs = content.get("pairs") if isinstance(content, dict) else None

@@ -291,7 +291,7 @@ class ServedJudge:
         self._client.run(self._check(question, _first_token(scale), remedy, min(self.timeout, _CHECK_SECONDS)))
 
     def check_written(self, question: str, count: int, best: float, num_images: int) -> None:
-        """Ask a test question as [`~ServedJudge.write`] does; a `JudgeUnavailableError` if its answer is unreadable."""
+        """Ask a test question as [`~ServedJudge.write`] does; `JudgeUnavailableError` if its answer is unreadable."""
         remedy = (
             f'An answer must have one JSON object whose "score" has {count} number(s) from 0 to {best:g}. Serve a '
             "model that follows this prompt, or use another prompt."

@@ -111,9 +111,9 @@ class RewardScorer:
 
     Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `IMAGES_PER_CALL` images
     at a time: which images share a call does not depend on timing, so that a reward whose rounding depends on its
-    batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions of a
-    group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards are
-    also called after generation, while their models are on the accelerator.
+    batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions
+    of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards
+    are also called after generation, while their models are on the accelerator.
     """
 
     def __init__(self, rewards: Rewards, accelerator: Accelerator, models: Sequence[nn.Module] = ()):
@@ -292,8 +292,8 @@ class RoundScoring:
         for call in self._calls:
             if wrong := [column for column, values in call.extra.items() if len(values) != len(call.numbers)]:
                 error = RewardError(
-                    f"Rewards logged {len(call.extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) for "
-                    f"{len(call.numbers)} images. Log one value per image, and a different column for each reward."
+                    f"Rewards logged {len(call.extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) "
+                    f"for {len(call.numbers)} images. Log one value per image, and a different column for each reward."
                 )
         self._raise_together(error=error)
         results = gather_object(

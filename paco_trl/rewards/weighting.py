@@ -118,7 +118,7 @@ class Rewards:
     # ---- Aggregation ----
 
     def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """Aggregate `(completions, K)` rewards to `(completions,)`, NaN where one is not scored; see [`aggregate_rewards`]."""
+        """Aggregate `(completions, K)` rewards to `(completions,)`, NaN where one is `None`: [`aggregate_rewards`]."""
         minima = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
         for name, value, weight in zip(self.names, minima, self.weights.tolist(), strict=True):
             if self.method == "geometric_mean" and weight and value < 0:

@@ -120,9 +120,9 @@ def read_words_prompt(prompt: str | Path) -> WordsPrompt:
         is_complete = False
     if not is_complete:
         raise ValueError(
-            f"The prompt '{name}' is not complete: it must be YAML with a `scale` above 0 and, under `edit`, `image` or "
-            "both, questions with `images` (2: source and edit, or 1), `scores` (their names) and `text`, one of them "
-            "with {prompt}. See words_viescore.yaml in the package's `templates`."
+            f"The prompt '{name}' is not complete: it must be YAML with a `scale` above 0 and, under `edit`, `image` "
+            "or both, questions with `images` (2: source and edit, or 1), `scores` (their names) and `text`, one of "
+            "them with {prompt}. See words_viescore.yaml in the package's `templates`."
         )
     return read
 

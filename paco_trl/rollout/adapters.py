@@ -171,8 +171,8 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
         if target not in ends:
             hint = [f" Did you mean {' or '.join(names)}?" for names in [get_close_matches(target, ends)] if names]
             raise ValueError(
-                f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named.{''.join(hint)} A list "
-                "has names; a pattern is a string, in Python (`LoraConfig(target_modules=...)`)."
+                f"`target_modules` has {target!r}, which no layer of {type(model).__name__} is named.{''.join(hint)} "
+                "A list has names; a pattern is a string, in Python (`LoraConfig(target_modules=...)`)."
             )
 
 

@@ -161,8 +161,8 @@ def with_quantization(
     """Return the arguments of `from_pretrained` with a quantization: of the pipeline, or of its transformer alone."""
     if not isinstance(model, str):
         raise ValueError(
-            "`quantization_config` is for a model that is loaded by its name. Quantize the pipeline when you load it, and "
-            "leave it out."
+            "`quantization_config` is for a model that is loaded by its name. Quantize the pipeline when you load it, "
+            "and leave it out."
         )
     kwargs = model_init_kwargs or {}
     if "quantization_config" in kwargs:

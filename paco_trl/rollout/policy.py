@@ -246,7 +246,7 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return embeddings, which may be stored in bfloat16, as the pipeline gets them; it keeps latents in their dtype."""
+    """Return embeddings, which may be stored in bfloat16, as the pipeline gets them; it keeps the dtype of latents."""
     if not tensor.is_floating_point() or tensor.ndim < 2:
         return tensor
     if tensor.stride(0) == 0:  # images of a prompt share one copy

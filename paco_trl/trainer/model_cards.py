@@ -119,7 +119,7 @@ def _model_of(reward: Callable) -> str | None:
 def reward_rows(
     log_history: list[dict], functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
 ) -> list[RewardRow]:
-    """Describe each reward of a run, with its mean in the first and in the last round; before a resume it had others."""
+    """Describe each reward of a run, with its mean in the first and the last round; before a resume it had others."""
     history = [entry for entry in log_history if "reward" in entry]
     first, last = (history[0], history[-1]) if history else ({}, {})
     rewards: dict[str, tuple[float | None, str | None]] = {

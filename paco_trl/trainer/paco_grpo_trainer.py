@@ -55,9 +55,10 @@ class PaCoGRPOTrainer(RoundTrainer):
             which is frozen and cast to the compute dtype. Its weights must be those of the model that it is named
             after, which the adapter names as its base.
         reward_funcs (`Callable`, `str` or a list of them):
-            Rewards: names of the package's, such as `"clip_t"`, or callables `(prompts, completions, **columns) -> list[float | None]`, sync or async. `completions`
-            are PIL images, of a set of separate images one that shows them side by side; the columns are those of the
-            dataset and `panel_images`, each image cut into its panels.
+            Rewards: names of the package's, such as `"clip_t"`, or callables `(prompts, completions, **columns) ->
+            list[float | None]`, sync or async. `completions` are PIL images, of a set of separate images one that
+            shows them side by side; the columns are those of the dataset and `panel_images`, each image cut into its
+            panels.
             An image with `None` is left out of its group's statistics and of the loss. Rewards are computed in
             batches of 16 images while the next ones are generated.
         args ([`PaCoGRPOConfig`], *optional*):

@@ -77,7 +77,8 @@ class OldPolicyCallback(AverageCallback):
         if checkpoint is not None and not (checkpoint / self.file).exists():
             raise ValueError(
                 f"'{checkpoint}' has no {self.file}, the old policy's weights that this run continues with. "
-                "Pass the directory as `peft_config` (`--adapter`) with another `output_dir` to continue from its adapter."
+                "Pass the directory as `peft_config` (`--adapter`) with another `output_dir` to continue from its "
+                "adapter."
             )
         super().on_train_begin(args, state, control, **kwargs)
 

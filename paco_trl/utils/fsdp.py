@@ -101,7 +101,7 @@ def divide(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def gather_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's whole state on the CPU, without its tensors unless `keep`. Collective: call on all ranks."""
+    """Return an optimizer's whole state on the CPU, without tensors unless `keep`. Collective: call on all ranks."""
     gather = lambda tensor: full(tensor).cpu() if keep else full(tensor).new_empty(0)  # noqa: E731
     return recursively_apply(gather, optimizer.state_dict())
 

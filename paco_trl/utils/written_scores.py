@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read scores that a model has written as JSON, for rewards and for GEdit-Bench: what is not exactly that is `None`."""
+"""Read scores that a model has written as JSON, for rewards and GEdit-Bench: what is not exactly that is `None`."""
 
 import json
 from typing import Any
