@@ -26,7 +26,12 @@ from testing_utils import give_effect
 PAGE = Path(__file__).parent.parent / "docs" / "use_and_share.md"
 FILE = "pytorch_lora_weights.safetensors"
 # One whose layers diffusers loads by another name, and one without `load_lora_weights`, besides FLUX below
-PIPELINES = ("build_tiny_qwen_image_edit", "build_tiny_stable_diffusion_3", "build_tiny_z_image")
+PIPELINES = (
+    "build_tiny_qwen_image_edit",
+    "build_tiny_stable_diffusion_3",
+    "build_tiny_z_image",
+    "build_tiny_krea2",
+)
 CONFIGS = {
     "alpha": {"lora_alpha": 6},
     "rsLoRA": {"lora_alpha": 8, "use_rslora": True},
