@@ -156,6 +156,12 @@ def test_what_it_writes_is_a_file_of_this_package(tmp_path, monkeypatch):
     theirs.write_text(GRPO)
     with pytest.raises(OptionError, match="a file for Flow-Factory. Save these lines"):
         read_config(["--config", str(theirs)])
+    # As YAML 1.2 reads numbers, and what may be a revision remains one
+    theirs.write_text(GRPO.replace("clip_range: 2.0e-4", "clip_range: [-1e-4, 3e-4]"))
+    with pytest.raises(OptionError, match=r"(?s)epsilon: 0.0001.*epsilon_high: 0.0003"):
+        read_config(["--config", str(theirs)])
+    file.write_text("learning_rate: 1e-4\nrevision: 695e0514\n")
+    assert read_config(["--config", str(file)])[0] == {"learning_rate": 1e-4, "revision": "695e0514"}
 
 
 def test_a_trainer_that_is_not_here(tmp_path):

@@ -177,7 +177,7 @@ def _training_options(train: Mapping[str, Any]) -> dict[str, Any]:
 def _range(value: float | list[float]) -> tuple[float, float]:
     """Return how far a value may be below and above."""
     low, high = value if isinstance(value, list) else (value, value)
-    return abs(low), abs(high)
+    return abs(float(low)), abs(float(high))
 
 
 def _sde_options(scheduler: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,6 +145,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# 1e-4 is text in YAML 1.1: https://github.com/yaml/pyyaml/issues/173 (6.0). Without a sign it may be a revision
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]\d+$"), None)
+
+
 def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
     """Read the options in the file of `--config`; return them, the other arguments, and the name of a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
