@@ -16,10 +16,12 @@ from paco_trl.checkpointing import checkpoints
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
     CheckpointError,
+    begin_output_dir,
     check_output_dir,
     check_rerun,
     check_resumed_run,
     check_same_run,
+    check_saved_model,
     checkpoints_of,
     clear_staging,
     delete_run,
@@ -223,6 +225,29 @@ def test_what_would_be_written_over(tmp_path):
     (checkpoint / RUN_FILE).unlink()
     with pytest.raises(ValueError, match="not written by paco_trl"):
         check_output_dir(tmp_path / "run", [])
+
+
+def test_a_saved_model_without_checkpoints(tmp_path):
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        check_saved_model(tmp_path)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="the model of an earlier run"):
+        check_saved_model(tmp_path)
+    checkpoint = make(tmp_path, 1)
+    check_saved_model(tmp_path)  # `check_rerun` sees to it
+    (checkpoint / "weights").unlink()
+    check_rerun(tmp_path, None)
+    with pytest.raises(ValueError, match="the model of an earlier run"):
+        check_saved_model(tmp_path)
+
+
+def test_a_checkpoint_is_no_output_directory(tmp_path):
+    checkpoint = make(tmp_path, 1)
+    check_output_dir(tmp_path, [])
+    with pytest.raises(ValueError, match="is a checkpoint"):
+        check_output_dir(checkpoint, [])
+    begin_output_dir(tmp_path / "new")  # what a killed run leaves
+    check_output_dir(tmp_path / "new", [])
 
 
 def test_the_best_and_the_complete_ones_are_kept(tmp_path):

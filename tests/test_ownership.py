@@ -251,6 +251,26 @@ class TestStart:
             make_judge(folder).train()
         assert files_in(folder / "checkpoint-1") == before
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_saved_model_without_checkpoints(self, tmp_path, capsys, kind):
+        plant(tmp_path / "run", "adapter_model.safetensors", "adapter_config.json")
+        (tmp_path / "run" / "paco_trl.json").write_text(json.dumps({"kind": "image", "pictures": []}))  # paco_trl wrote them
+        for words in ([], ["--resume_from_checkpoint", "auto"], ["--overwrite_output_dir"]):
+            assert self.start(kind, tmp_path / "run", *words) == 1
+            is_refused = "the model of an earlier run" in capsys.readouterr().err
+            assert is_refused == (words != ["--overwrite_output_dir"])
+
+    def test_a_saved_model_in_python(self, trained, make_trainer, tmp_path):
+        folder = shutil.copytree(trained.args.output_dir, tmp_path / "run")
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        before = files_in(folder)
+        assert "adapter_model.safetensors" in before
+        trainer = make_trainer(output_dir=str(folder))
+        with pytest.raises(ValueError, match="the model of an earlier run"):
+            trainer.train()
+        assert {name: files_in(folder)[name] for name in before} == before
+
     def test_what_a_killed_run_has_left_is_its_own(self, make_trainer, tmp_path):
         folder = tmp_path / "run"
         make_trainer(output_dir=str(folder))

@@ -64,6 +64,7 @@ def train_with_rewards(
         "max_steps": 2 * settings.num_rounds,
         "save_steps": max(2, settings.num_rounds // 4 * 2),
         "save_total_limit": 1,
+        "overwrite_output_dir": not checkpoints_of(folder),  # of a run that was killed before its result was written
         "seed": settings.seed,
         "use_cpu": True,
         "bf16": False,

@@ -235,7 +235,11 @@ def _new_run_from(checkpoint: Path) -> str:
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
-    """Reject a directory with files of the user that a run would overwrite or delete."""
+    """Reject a directory with files of the user that a run would overwrite or delete, or that is a checkpoint."""
+    if read_run(output_dir).get("files"):
+        message = f"`output_dir`, '{output_dir}', is a checkpoint. Resume it with `resume_from_checkpoint` and the "
+        message += "`output_dir` of its run, or choose another directory."
+        raise OptionError(message, "output_dir")
     if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
         raise OptionError(message, "output_dir")
     for checkpoint in checkpoints_of(output_dir):
@@ -275,6 +279,16 @@ def check_rerun(output_dir: str | Path, resumed_checkpoint: Path | None) -> None
             "directory.",
             "output_dir",
         )  # fmt: skip
+
+
+def check_saved_model(output_dir: str | Path) -> None:
+    """Reject a run that would overwrite the model of an earlier one, of which no checkpoint is left."""
+    if published_files_of(output_dir) is not None and all(map(incomplete_files, checkpoints_of(output_dir))):
+        raise OptionError(
+            f"`output_dir`, '{output_dir}', has the model of an earlier run. Overwrite it with "
+            "`overwrite_output_dir=True`, or choose another directory.",
+            "output_dir",
+        )
 
 
 def delete_run(output_dir: str | Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpointing.checkpoints import (
     check_output_dir,
     check_rerun,
+    check_saved_model,
     checkpoints_of,
     find_checkpoint,
     how_to_resume,
@@ -32,6 +33,7 @@ def check_start(args: Any, published_files: Iterable[str], is_early: bool = Fals
     checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
     if not args.overwrite_output_dir:
         check_rerun(output_dir, checkpoint)
+        check_saved_model(output_dir)
 
 
 def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:

@@ -226,7 +226,7 @@ class PaCoGRPOConfig(GRPOConfig):
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
             Whether training that does not resume deletes what an earlier run has left in `output_dir`: its
             checkpoints, curves, contact sheets and baselines of evaluations. If `False`, a directory with checkpoints
-            is refused. Other files stay.
+            or a saved model is refused. Other files stay.
 
         > Parameters that control the memory and the kernels
 

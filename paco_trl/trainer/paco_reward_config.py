@@ -80,8 +80,8 @@ class PaCoRewardConfig(SFTConfig):
             Names of these signals.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
             Whether training that does not resume deletes what an earlier run has left in `output_dir`: its
-            checkpoints, curves and figures of evaluations. If `False`, a directory with checkpoints is refused. Other
-            files stay.
+            checkpoints, curves and figures of evaluations. If `False`, a directory with checkpoints or a saved model
+            is refused. Other files stay.
     """
 
     choices = {"loss_variant": LOSS_VARIANTS}

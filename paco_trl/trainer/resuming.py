@@ -26,6 +26,7 @@ from ..checkpointing.checkpoints import (
     check_identity,
     check_output_dir,
     check_rerun,
+    check_saved_model,
     check_resumed_run,
     check_same_run,
     clear_staging,
@@ -104,6 +105,8 @@ class ResumesExactly(PushesToHub):
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
         if not args.overwrite_output_dir:
             check_rerun(args.output_dir, checkpoint)
+            if self.state.global_step == 0:  # otherwise it is this trainer's
+                check_saved_model(args.output_dir)
         elif checkpoint is None and args.should_save:
             delete_run(args.output_dir)
         return checkpoint
