@@ -53,6 +53,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("--rank", "--lora_rank"), "--lora_r"), "--batch_size": "--per_device_train_batch_size",
     "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps",
     "--lr": "--learning_rate", "--output_dir": "--build_dir", "--judge_question": "--template",
+    **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "--quantization"),
 }  # fmt: skip
 
 

@@ -323,6 +323,9 @@ def check_reward_names(script_args: RewardOptions) -> None:
             message = f"`--{field}` has {repeated!r} twice. Name it once; a reward counts more by a larger weight."
             raise OptionError(message, field)
     for name in chain(*given.values()):
+        if "," in name and not os.path.exists(name.partition(":")[0]):
+            words = " ".join(name.replace(",", " ").split())
+            raise OptionError(f"`--rewards` has {name!r}. Separate rewards by spaces: `{words}`.")
         if name.startswith(_RUBRIC):
             from ..rewards.judge_rewards import read_rubric
 

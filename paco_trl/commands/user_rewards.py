@@ -47,9 +47,12 @@ def find_user_reward(path: str) -> Callable:
     ]
     if not name and len(defined) == 1:
         (name,) = defined
+    if not defined and not hasattr(module, name):
+        message = f"'{source}' has no function or class. Write a reward there: `def my_reward(prompts, completions, "
+        raise OptionError(f"{message}**kwargs):`.", "rewards")
     if not hasattr(module, name):
         reason = f"has no reward `{name}`" if name else f"has {len(defined)} functions and classes"
-        choices = ", ".join(f"`{source}:{key}`" for key in defined or ["my_reward"])
+        choices = ", ".join(f"`{source}:{key}`" for key in defined)
         raise OptionError(f"'{source}' {reason}. Name one: {choices}.", "rewards")
     reward = getattr(module, name)
     if not callable(reward):

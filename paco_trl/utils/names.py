@@ -43,7 +43,8 @@ def check_dataset_name(name: str | Path | None) -> None:
     """Raise an error if a dataset is given by a path that does not exist."""
     if name is None or os.path.exists(os.path.expanduser(name)):
         return
-    if isinstance(name, Path) or is_local(name) or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
+    is_hub_id = isinstance(name, str) and not is_local(name) and name.count("/") < 2
+    if not is_hub_id or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
         raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
