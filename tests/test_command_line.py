@@ -265,6 +265,8 @@ class TestOptions:
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py"], "`two.py:f`"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "two.py,redness"], "spaces: `two.py redness`"),
             (["--dataset_name", str(demo_prompts_path()), "--rewards", "empty.py"], "has no function or class"),
+            (["--dataset_name", str(demo_prompts_path()), "--rewards", "plain.py"], "'f' lacks `**kwargs`"),
+            (["--report_to", "neptune", *DATA], "`pip install neptune`"),
             (["--dataset_name", "no/such/prompts"], "no file or directory 'no/such/prompts'"),
             (["--load_in_4bit", *DATA], "`--quantization`"),
             (
@@ -298,6 +300,7 @@ class TestOptions:
         (tmp_path / "judge" / "paco_trl.json").write_text('{"kind": "judge"}')
         (tmp_path / "two.py").write_text("def f(**kwargs): pass\ndef g(**kwargs): pass\n")
         (tmp_path / "empty.py").write_text("import math\n")
+        (tmp_path / "plain.py").write_text("def f(prompts, completions): pass\n")
         (tmp_path / "model").symlink_to(tiny_flux)
         common = f"--rewards redness --model_name_or_path {tiny_flux} --output_dir out --use_cpu --bf16 False".split()
         code = main.main(["grpo", *common, *words])

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..rewards.errors import wrap_reward_error
+from ..rewards.errors import check_keywords, wrap_reward_error
 from ..utils.errors import OptionError
 
 
@@ -66,6 +66,7 @@ def find_user_reward(path: str) -> Callable:
                 f"The reward {path!r} is a class, called without arguments, but {error}. Write `my_reward = "
                 f"{name}(...)` there, and name `my_reward`.", "rewards",
             ) from None  # fmt: skip
+    check_keywords(name, reward.__call__ if isinstance(reward, type) else reward)
     return reward
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of reward functions, and of the columns they need, before anything is generated."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..data.image_sets import SEPARATE
+from .errors import check_keywords, parameters_of
 
 
 # Arguments of a reward besides the columns of the dataset, see `reward_arguments`
@@ -73,10 +73,7 @@ def check_reward_functions(reward_funcs: list[Callable]) -> list[str]:
             )
     names = [get_callable_name(function) for function in reward_funcs]
     for name, function in zip(names, reward_funcs, strict=True):
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function)):
-            raise ValueError(
-                f"The reward '{name}' lacks `**kwargs`. Add it: a reward gets every column of the dataset."
-            )
+        check_keywords(name, function)
         if names.count(name) > 1:
             raise ValueError(
                 f"Several rewards are named '{name}'. Give each its own `__name__`, which names its metrics."
@@ -137,11 +134,3 @@ def check_columns(reward_funcs: Callable | list[Callable], dataset: Dataset, whe
                         f"The reward '{name}' requires the column `{column}`, which is {value!r} in row {row} of "
                         f"{where}. Fill it, or remove the row."
                     )
-
-
-def parameters_of(function: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a reward."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a callable from C has no signature
-        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]

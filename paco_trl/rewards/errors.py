@@ -2,10 +2,26 @@
 """Errors of rewards; the command line needs them before it imports torch."""
 
 import importlib
+import inspect
+from collections.abc import Callable
 
 
 class RewardError(RuntimeError):
     """Stops a run: a reward raised, returned something other than a list of numbers, or its judge is down."""
+
+
+def parameters_of(function: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a reward."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a callable from C has no signature
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+
+
+def check_keywords(name: str, function: Callable) -> None:
+    """Check that a reward takes columns that it does not name."""
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function)):
+        raise ValueError(f"The reward '{name}' lacks `**kwargs`. Add it: a reward gets every column of the dataset.")
 
 
 def wrap_reward_error(name: str, error: BaseException, caller: str) -> RewardError:

@@ -21,8 +21,8 @@ from ..utils.logs import get_logger
 from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
-from .checks import RewardFunction, check_reward_functions, is_async_reward, parameters_of
-from .errors import RewardError, wrap_reward_error
+from .checks import RewardFunction, check_reward_functions, is_async_reward
+from .errors import RewardError, parameters_of, wrap_reward_error
 from .named_rewards import make_named_reward
 
 

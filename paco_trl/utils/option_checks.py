@@ -114,6 +114,10 @@ _REWARD_RANGES: Ranges = (
 # Trackers whose packages have other names -> these, of which one must be installed; for the last two there is none
 _TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": (), "kubeflow": (),
+} | {
+    name: (name,) for name in (
+        "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb",
+    )
 }  # fmt: skip
 # An infinite one limits nothing
 _MAY_BE_INFINITE = (
@@ -412,11 +416,9 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     for name in {*trackers} - {None, "all", "none"}:
         packages = _TRACKER_PACKAGES.get(name, (name,))
         if packages and not any(package.isidentifier() and find_spec(package) for package in packages):
-            from transformers.integrations import INTEGRATION_TO_CALLBACK as KNOWN  # a slow import
-
             reason = f"but {name} is not installed: `pip install {packages[0]}`."
-            if name not in KNOWN:
-                reason = f"but must be of {', '.join(KNOWN)}, 'all' or 'none'."
+            if name not in _TRACKER_PACKAGES:
+                reason = f"but must be of {', '.join(sorted(_TRACKER_PACKAGES))}, 'all' or 'none'."
             yield OptionError(f"`report_to` has {name!r}, {reason}", "report_to")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
