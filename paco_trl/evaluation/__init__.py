@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..rewards.clip import ClipIScorer
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
-    from .edit_reward import ComparingJudge, evaluate_edit_reward, load_edit_pairs
+    from .comparing_judge import ComparingJudge
+    from .edit_reward import evaluate_edit_reward, load_edit_pairs
     from .grid_artifacts import grid_artifact_score
     from .labeled_pairs import evaluate_pairs
     from .metrics import (

@@ -731,8 +731,8 @@ EVALUATION = [
         "test_edit_pairs.py",
         ('lambda dimension: dimension != "VQ"', "lambda dimension: True"),
         ('"Image A": 0, "Image B": 1', '"Image A": 1, "Image B": 0'),
-        ('get("index", -1) + 1', 'get("index", 0)'),
     ),
+    *_mutants("evaluation/comparing_judge.py", "test_edit_pairs.py", ('get("index", -1) + 1', 'get("index", 0)')),
     *_mutants(
         "rewards/image_statistics.py",
         "test_image_statistics.py",
