@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VCReward-Bench and EditReward-Compass in the layouts that their own scripts read, with planted judges."""
+"""VCReward-Bench, EditReward-Compass and MMRB2 in the layouts that their own scripts read, with planted judges."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from chat_server import ChatServer
 from judge_server import JudgeServer, pictures_of
 from paco_trl.commands.main import main
 from paco_trl.data.columns import typed_dataset
-from paco_trl.evaluation import ComparingJudge, evaluate_edit_reward, load_edit_pairs
+from paco_trl.evaluation import ComparingJudge, evaluate_rankings, load_rankings
 from paco_trl.utils.chat import ChatEndpoint
 
 
@@ -101,12 +101,12 @@ def test_nothing_is_left(compass):
     path = compass()
     path.write_text(json.dumps([row for row in json.loads(path.read_text()) if row["dimension"] == "VQ"]))
     with pytest.raises(ValueError, match="is left. Leave fewer"):
-        load_edit_pairs("editreward_compass", path)
+        load_rankings("editreward_compass", path)
 
 
 def test_vc_reward_counts_pairs_and_not_tasks(vc_reward, tmp_path):
-    dataset = load_edit_pairs("vc_reward", vc_reward)
-    kept = evaluate_edit_reward(Keeper(), dataset, tmp_path / "scores.jsonl", benchmark="vc_reward")
+    dataset = load_rankings("vc_reward", vc_reward)
+    kept = evaluate_rankings(Keeper(), dataset, None, tmp_path / "scores.jsonl", benchmark="vc_reward")
     figures = consistency(kept)
     assert (figures["strict"]["mean"], figures["geq"]["mean"], figures["num_ties"]) == (0.5, 0.75, 1)
     # The mean over tasks would be (2 / 3 + 0) / 2
@@ -115,21 +115,21 @@ def test_vc_reward_counts_pairs_and_not_tasks(vc_reward, tmp_path):
     assert low < 0.5 < high and kept["num_groups"] == 3  # two pairs have one instruction
     assert list(kept["dimensions"]) == ["consistency"]
     # Its negative twin is right where the other is wrong
-    changed = consistency(evaluate_edit_reward(Changer(), dataset, benchmark="vc_reward"))
+    changed = consistency(evaluate_rankings(Changer(), dataset, benchmark="vc_reward"))
     assert (changed["strict"]["mean"], changed["geq"]["mean"]) == (0.25, 0.5)
 
 
 def test_editreward_compass_counts_ties_of_people(compass):
-    dataset = load_edit_pairs("editreward_compass", compass())
+    dataset = load_rankings("editreward_compass", compass())
     assert len(dataset) == 6  # without VQ
-    figures = evaluate_edit_reward(Keeper(), dataset, benchmark="editreward_compass")["dimensions"]
+    figures = evaluate_rankings(Keeper(), dataset, benchmark="editreward_compass")["dimensions"]
     # Right: 10 < 100 and the tie of 70 and 70
     assert figures["consistency"]["strict"]["mean"] == pytest.approx(2 / 5)
     assert figures["consistency"]["geq"]["mean"] == pytest.approx(3 / 5)
     by_label = figures["consistency"]["task_types"]
     assert by_label["preference"]["strict"] == pytest.approx(1 / 3) and by_label["tie"]["strict"] == 0.5
     assert figures["prompt_following"]["strict"]["mean"] == 1.0
-    changed = evaluate_edit_reward(Changer(), dataset, benchmark="editreward_compass")["dimensions"]
+    changed = evaluate_rankings(Changer(), dataset, benchmark="editreward_compass")["dimensions"]
     assert changed["consistency"]["strict"]["mean"] == pytest.approx(2 / 5)  # another preference, the same tie
     assert changed["prompt_following"]["strict"]["mean"] == 0.0
 
@@ -163,15 +163,15 @@ def mmrb2(tmp_path):
 
 
 def test_mmrb2_compares_with_experts(mmrb2, caplog):
-    dataset = load_edit_pairs("mmrb2", mmrb2())
-    assert dataset["instruction"][:] == [f"Look: Edit {number}." for number in range(3)] and not caplog.text
-    figures = evaluate_edit_reward(Keeper(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
+    dataset = load_rankings("mmrb2", mmrb2())
+    assert dataset["prompt"][:] == [f"Look: Edit {number}." for number in range(3)] and not caplog.text
+    figures = evaluate_rankings(Keeper(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
     assert (figures["strict"]["mean"], figures["geq"]["mean"], figures["num_ties"]) == (1 / 3, 2 / 3, 1)
     assert figures["task_types"]["hq-edit"] == {"strict": 0.0, "geq": 1.0, "num_rows": 1}
-    changed = evaluate_edit_reward(Changer(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
+    changed = evaluate_rankings(Changer(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
     assert changed["strict"]["mean"] == 1 / 3  # the other pair of the first two
     several = [["image", "input_images/0.png"]] * 2
-    assert len(load_edit_pairs("mmrb2", mmrb2(prompt_content=several))) == 2
+    assert len(load_rankings("mmrb2", mmrb2(prompt_content=several))) == 2
     assert "1 of 3 pairs" in caplog.text and "several images" in caplog.text
 
 
@@ -184,12 +184,12 @@ def test_mmrb2_compares_with_experts(mmrb2, caplog):
 )
 def test_a_broken_pair_of_mmrb2(mmrb2, change, token, tmp_path):
     with pytest.raises(ValueError, match=token):
-        load_edit_pairs("mmrb2", mmrb2(**change))
+        load_rankings("mmrb2", mmrb2(**change))
     with pytest.raises(FileNotFoundError, match="Build MMRB2"):
-        load_edit_pairs("mmrb2", tmp_path / "missing.json")
+        load_rankings("mmrb2", tmp_path / "missing.json")
     (tmp_path / "edit.json").write_text(json.dumps({"pairs": [{"id": "a", "chosen": "A"}]}))  # without prompts
     with pytest.raises(ValueError, match="no pairs of MMRB2 with their prompts"):
-        load_edit_pairs("mmrb2", tmp_path / "edit.json")
+        load_rankings("mmrb2", tmp_path / "edit.json")
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,13 @@ def test_a_broken_pair_of_mmrb2(mmrb2, change, token, tmp_path):
     ],
 )
 def test_a_broken_row_or_another_benchmark_is_named(compass, vc_reward, change, token):
-    with pytest.raises(ValueError, match="label"):
-        load_edit_pairs("editreward_compass", vc_reward)
+    for benchmark, column in (("editreward_compass", "label"), ("edit_reward", "input_image"), ("edits", "reference")):
+        with pytest.raises(ValueError, match=rf"no columns .*'{column}'.* only"):
+            load_rankings(benchmark, vc_reward)
+    with pytest.raises(ValueError, match="'vc'.* vc_reward, .* mmrb2"):
+        load_rankings("vc", vc_reward)
     with pytest.raises(ValueError, match=token):
-        evaluate_edit_reward(Keeper(), load_edit_pairs("editreward_compass", compass(**change)))
+        evaluate_rankings(Keeper(), load_rankings("editreward_compass", compass(**change)))
 
 
 def greens_of(body):

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from PIL import Image
 from transformers import CLIPModel
 
@@ -128,6 +128,15 @@ def test_datasets_of_other_kinds(workspace, arguments, tmp_path, monkeypatch):
     edits = results_of("edits", benchmark="edit_reward", dataset_name=None)
     assert edits["settings"]["dataset"] == "EditScore/EditReward-Bench"
     assert edits["dimensions"]["consistency"]["strict"]["mean"] == 1.0
+    # The same in the layout of rankings, with the other edit preferred
+    names = {"instruction": "prompt", "input_image": "reference", "output_images": "candidates"}
+    dataset = Dataset.from_parquet(str(workspace / "edits" / "train.parquet")).rename_columns(names)
+    dataset.add_column("ranking", [[1, 0]] * 2).to_parquet(tmp_path / "own" / "train.parquet")
+    path = str(tmp_path / "own")
+    own = results_of("edits-of-ones-own", benchmark="edits", dataset_name=path)
+    assert own["settings"]["benchmark"] == "edits" and own["dimensions"]["consistency"]["strict"]["mean"] == 0.0
+    with pytest.raises(ValueError, match="benchmark 'edits'"):
+        results_of("edits-as-rankings", dataset_name=path)
 
 
 def test_a_judge_on_a_server(workspace, tmp_path):
@@ -202,9 +211,13 @@ def test_wrong_options(workspace, tiny_clip, tmp_path):
         (f"--template themes --clip_model {tiny_clip}", "themes"),
         ("--batch_size 0", "--batch_size"),
         ("--benchmark ranking", "--benchmark"),
+        ("--benchmark edits --template plain", "--template"),
+        ("--benchmark edits --protocol published", "--protocol"),
         ("--dtype float", "--dtype"),
         ("--protocol paper", "--protocol"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_main(["judge", *(common + words).split()])
+    with pytest.raises(ValueError, match="--dataset_name"):
+        evaluate_main(["judge", "--benchmark", "edits", "--output_dir", str(tmp_path)])
     assert not list(tmp_path.iterdir())

@@ -32,10 +32,10 @@ from paco_trl.evaluation import (
     auroc,
     bootstrap_interval,
     calibration_bins,
-    evaluate_edit_reward,
     evaluate_rankings,
     expected_calibration_error,
     list_order_metrics,
+    load_rankings,
     ranking_metrics,
     report_tables,
     save_report,
@@ -418,14 +418,43 @@ EDIT_ROWS = [
 ]
 
 
-def edits(rows=EDIT_ROWS, size=(16, 4)):
+def edits(rows=EDIT_ROWS, size=(16, 4), **columns):
+    """Pairs of edits of which people prefer the first, as those of EditReward-Bench."""
     texts = {"color": "Turn it red.", "text": "Write red."}
     values = [
-        (keys, color_image(0), [color_image(*EDITS[key[0]], size=size) for key in keys], texts[kind], kind, dimension)
+        (
+            keys,
+            color_image(0),
+            [color_image(*EDITS[key[0]], size=size) for key in keys],
+            [0, 1],
+            texts[kind],
+            kind,
+            dimension,
+        )
         for keys, kind, dimension in rows
     ]
-    types = dict.fromkeys(("instruction", "task_type", "dimension"), "string")
-    return typed_dataset(values, key=["string"], input_image="image", output_images=["image"], **types)
+    types = dict.fromkeys(("prompt", "task_type", "dimension"), "string")
+    images = {"reference": "image", "candidates": ["image"]}
+    dataset = typed_dataset(values, candidate_ids=["string"], **images, ranking=["int64"], **types)
+    for name, column in columns.items():
+        dataset = (dataset.remove_columns(name) if name in dataset.column_names else dataset).add_column(name, column)
+    return dataset
+
+
+def as_edit_reward(dataset, folder):
+    """Load edits from a file in the layout of EditReward-Bench."""
+    names = {
+        "candidate_ids": "key",
+        "prompt": "instruction",
+        "reference": "input_image",
+        "candidates": "output_images",
+    }
+    dataset.remove_columns("ranking").rename_columns(names).to_parquet(folder / "train.parquet")
+    return load_rankings("edit_reward", folder / "train.parquet")
+
+
+def evaluate_edits(scorer, dataset, **options):
+    return evaluate_rankings(scorer, dataset, benchmark="edit_reward", **options)
 
 
 class EditScorer(ColorScorer):
@@ -438,9 +467,9 @@ class EditScorer(ColorScorer):
         return red / 255 if "accurately follow" in prompt else 1 - green / 255
 
 
-class TestEvaluateEditReward:
+class TestEvaluateEdits:
     def test_accuracies_are_those_counted_by_hand(self):
-        results = evaluate_edit_reward(EditScorer(), edits())
+        results = evaluate_edits(EditScorer(), edits())
         dimensions = results["dimensions"]
         assert list(dimensions) == ["prompt_following", "consistency", "overall"]
         # Averaged over the task types: color 1 of 2, text 1 of 1
@@ -460,7 +489,7 @@ class TestEvaluateEditReward:
         assert results["settings"]["scorer"] == "edit"
 
         swapped = [((second, first), *rest) for (first, second), *rest in EDIT_ROWS]
-        reverse = evaluate_edit_reward(EditScorer(), edits(swapped))["dimensions"]
+        reverse = evaluate_edits(EditScorer(), edits(swapped))["dimensions"]
         assert reverse["prompt_following"]["strict"]["mean"] == 0.25
         assert reverse["consistency"]["geq"]["mean"] == 0.75
 
@@ -471,20 +500,20 @@ class TestEvaluateEditReward:
             lambda prompt, color: color[0] / 255 if "accurately follow" in prompt else color[1] / 255
         )
         dataset = edits(rows)
-        row = dataset[0] | {"output_images": [color_image(100, 100), color_image(250, 5)]}
+        row = dataset[0] | {"candidates": [color_image(100, 100), color_image(250, 5)]}
         dataset = Dataset.from_list([row], features=dataset.features)
-        assert evaluate_edit_reward(scorer, dataset)["dimensions"]["overall"]["strict"]["mean"] == 1.0
-        assert list(evaluate_edit_reward(scorer, dataset)["dimensions"]) == ["overall"]
+        assert evaluate_edits(scorer, dataset)["dimensions"]["overall"]["strict"]["mean"] == 1.0
+        assert list(evaluate_edits(scorer, dataset)["dimensions"]) == ["overall"]
         cosine = QuestionScorer(lambda prompt, color: -0.1)
         with pytest.raises(ValueError, match="'consistency': -0.1}, but a geometric mean requires scores >= 0"):
-            evaluate_edit_reward(cosine, dataset)
-        assert evaluate_edit_reward(cosine, edits(EDIT_ROWS[:3]))["num_keys"] == 5
+            evaluate_edits(cosine, dataset)
+        assert evaluate_edits(cosine, edits(EDIT_ROWS[:3]))["num_keys"] == 5
 
     def test_a_key_is_scored_once_per_question_that_a_row_needs(self):
         scorer = EditScorer()
         dataset = edits(size=(16, 4))
-        assert dataset[0]["output_images"][0].size != dataset[0]["input_image"].size
-        evaluate_edit_reward(scorer, dataset)
+        assert dataset[0]["candidates"][0].size != dataset[0]["reference"].size
+        evaluate_edits(scorer, dataset)
         pairs = [pair for images, _ in scorer.calls for pair in images]
         prompts = [prompt for _, prompts in scorer.calls for prompt in prompts]
         asked = [(second.getpixel((0, 0))[:2], prompt) for (_, second), prompt in zip(pairs, prompts, strict=True)]
@@ -498,14 +527,15 @@ class TestEvaluateEditReward:
         assert max(len(images) for images, _ in scorer.calls) <= 16
         assert {(first.size, second.size) for first, second in pairs} == {((8, 8), (8, 8))}  # resized to the input
 
-    def test_intervals_draw_rows_that_share_an_image_together(self):
+    def test_intervals_draw_rows_that_share_an_image_together(self, tmp_path):
         # Every third copy with the rows the other way round, so that the copies differ
         many = [
             (tuple(f"{key}{copy}" for key in (keys[::-1] if copy % 3 == 0 else keys)), *rest)
             for copy in range(12)
             for keys, *rest in EDIT_ROWS
         ]
-        results = evaluate_edit_reward(EditScorer(), edits(many))
+        dataset = as_edit_reward(edits(many), tmp_path)
+        results = evaluate_edits(EditScorer(), dataset)
         # In each copy: a, b, c, d are connected, and e, f, g
         assert results["num_groups"] == 24
         strict = [hit if copy % 3 else 1 - hit for copy in range(12) for hit in (1.0, 0.0, 1.0)]
@@ -516,8 +546,31 @@ class TestEvaluateEditReward:
         assert following["interval"] == list(bootstrap_interval(strict, groups, strata=strata))
         assert following["interval"] != list(bootstrap_interval(strict, groups))
         assert following["interval"] != list(bootstrap_interval(strict, strata=strata))
-        alone = edits(many).select(range(0, 120, 10))
-        assert evaluate_edit_reward(EditScorer(), alone)["num_groups"] == 12
+        assert evaluate_edits(EditScorer(), dataset.select(range(0, 120, 10)))["num_groups"] == 12
+        # Without a group each row is one
+        assert evaluate_edits(EditScorer(), dataset.remove_columns("group"))["num_groups"] == 120
+
+    def test_edits_of_ones_own(self, tmp_path):
+        """Averaged over rows; the second may be preferred, and what has no name is scored by itself."""
+        rows = [EDIT_ROWS[0], EDIT_ROWS[1], EDIT_ROWS[2]]
+        following = evaluate_rankings(EditScorer(), edits(rows))["dimensions"]["prompt_following"]
+        assert following["strict"]["mean"] == 2 / 3  # over task types 3 / 4
+        turned = edits(rows, ranking=[[0, 1], [1, 0], [0, 1]])
+        following = evaluate_rankings(EditScorer(), turned)["dimensions"]["prompt_following"]
+        assert following["strict"]["mean"] == 1.0 and following["task_types"]["color"]["num_rows"] == 2
+        few = turned.remove_columns(["candidate_ids", "task_type"]).add_column("group", ["x", "y", "x"])
+        results = evaluate_rankings(EditScorer(), few, output_path=tmp_path / "scores.jsonl")
+        assert results["dimensions"]["prompt_following"]["strict"]["mean"] == 1.0
+        assert (results["num_keys"], results["num_groups"]) == (6, 2)  # with names five
+        assert [record["key"] for record in jsonl(tmp_path / "scores.jsonl")[1:3]] == ["0/0", "0/1"]
+        ((title, _, _),) = report_tables(save_report(results, tmp_path))
+        assert title.startswith("Pairs of edits") and results["settings"]["benchmark"] == "edits"
+
+    def test_a_tie_of_people(self):
+        rows = [EDIT_ROWS[0], EDIT_ROWS[4]]  # 200 > 100, and 1 = 1
+        for is_tie, means in ((False, [1.0, 0.0]), (True, [0.0, 1.0])):
+            figures = evaluate_rankings(EditScorer(), edits(rows, is_tie=[is_tie] * 2))["dimensions"]
+            assert [figures[name]["strict"]["mean"] for name in ("prompt_following", "consistency")] == means
 
     @pytest.mark.parametrize(
         "rows",
@@ -530,7 +583,49 @@ class TestEvaluateEditReward:
     def test_wrong_datasets(self, rows):
         scorer = EditScorer()
         with pytest.raises(ValueError, match=f"ow {len(rows) - 1}"):
-            evaluate_edit_reward(scorer, edits(rows))
+            evaluate_edits(scorer, edits(rows))
+        assert scorer.calls == []
+
+    @pytest.mark.parametrize(
+        ("columns", "token"),
+        [
+            ({"task_type": [None]}, "`task_type` of row 0 .* None.* text"),
+            ({"is_tie": ["no"]}, "`is_tie` of row 0 .* 'no'.* true or false"),
+            ({"candidate_ids": [["a"]]}, r"`candidate_ids` of row 0 .* \['a'\].* two"),
+            ({"candidate_ids": ["ab"]}, "`candidate_ids` of row 0 .* 'ab'"),
+            ({"ranking": [[1, 1]]}, "`ranking` of row 0"),
+            ({"dimension": [None]}, "`dimension` of row 0"),
+        ],
+    )
+    def test_wrong_columns(self, columns, token):
+        scorer = EditScorer()
+        evaluate_rankings(scorer, edits(EDIT_ROWS[:1]))
+        asked = len(scorer.calls)
+        with pytest.raises(ValueError, match=token):
+            evaluate_rankings(scorer, edits(EDIT_ROWS[:1], **columns))
+        assert len(scorer.calls) == asked > 0
+
+    def test_arguments_of_another_kind(self, tmp_path):
+        class Judge(EditScorer):
+            rates, template = True, "words"
+
+        scorer = Judge()
+        with pytest.raises(ValueError, match="'edit' judges edits.* `dimension`"):
+            evaluate_rankings(scorer, rankings())
+        with pytest.raises(ValueError, match="`template` is 'plain'"):
+            evaluate_rankings(scorer, edits(), "plain")
+        with pytest.raises(ValueError, match="`benchmark` is 'rankings'.* a column `dimension` must be edits or"):
+            evaluate_rankings(scorer, edits(), benchmark="rankings")
+        with pytest.raises(ValueError, match="`benchmark` is 'mmrb2'.* no column `dimension` must be rankings"):
+            evaluate_rankings(ColorScorer(), rankings(), benchmark="mmrb2")
+        with pytest.raises(ValueError, match="`ranking` of row 0 .* two edits"):
+            evaluate_rankings(scorer, rankings(2).add_column("dimension", ["overall"] * 2))
+        with pytest.raises(ValueError, match="`key` of row 0"):
+            as_edit_reward(edits(EDIT_ROWS[:1], candidate_ids=[["a"]]), tmp_path)
+        edits().to_parquet(tmp_path / "edits.parquet")
+        assert len(load_rankings("edits", tmp_path / "edits.parquet")) == 10
+        with pytest.raises(ValueError, match="benchmark 'edits'"):
+            load_rankings("rankings", tmp_path / "edits.parquet")
         assert scorer.calls == []
 
 
@@ -538,9 +633,9 @@ def with_image(image, row=2, place=None):
     """Edits with one of the images replaced: the input of a row, or one of its outputs."""
     rows, features = list(edits(EDIT_ROWS[:3])), edits(EDIT_ROWS[:3]).features
     if place is None:
-        rows[row]["input_image"] = image
+        rows[row]["reference"] = image
     else:
-        rows[row]["output_images"][place] = image
+        rows[row]["candidates"][place] = image
     return Dataset.from_list(rows, features=features)
 
 
@@ -549,12 +644,12 @@ class TestImagesOfRows:
         file = tmp_path / "an image.png"
         file.write_bytes(png(noise(0))[:-100])
         for row, place, name, image in (
-            (0, None, "input_image", {"bytes": None, "path": str(file)}),
-            (2, 1, r"output_images\[1\]", {"bytes": b"<html>", "path": "an image.png"}),
+            (0, None, "reference", {"bytes": None, "path": str(file)}),
+            (2, 1, r"candidates\[1\]", {"bytes": b"<html>", "path": "an image.png"}),
         ):
             path, scorer = tmp_path / f"{row}.jsonl", EditScorer()
             with pytest.raises(ValueError, match=rf"^`{name}` of row {row} \(.*an image.png\).*Error"):
-                evaluate_edit_reward(scorer, with_image(image, row, place), output_path=path, batch_size=4)
+                evaluate_edits(scorer, with_image(image, row, place), output_path=path, batch_size=4)
             # What came before is kept
             assert (path.read_bytes().count(b"\n") > 1) == (len(scorer.calls) > 0) == (row > 0)
 
@@ -566,7 +661,7 @@ class TestImagesOfRows:
         transparent = png(noise(1, mode="RGBA"))
         for image in ({"bytes": transparent, "path": None}, {"bytes": None, "path": str(tmp_path / "turned.png")}):
             scorer = EditScorer()
-            evaluate_edit_reward(scorer, with_image(image))
+            evaluate_edits(scorer, with_image(image))
             seen = scorer.calls[-1][0][-1][0]
             # 56 x 56 pixels are full patches: the judge does not resize them
             expected = load_image(image, 14, "The image")
@@ -594,7 +689,7 @@ class TestResume:
         with pytest.raises(ValueError, match="results of another run: .*scorer: 'judge at http://10"):
             evaluate_rankings(ColorScorer(), rankings(2), output_path=path)
 
-    @pytest.mark.parametrize("evaluate, data", [(evaluate_rankings, "rankings"), (evaluate_edit_reward, "edits")])
+    @pytest.mark.parametrize("evaluate, data", [(evaluate_rankings, "rankings"), (evaluate_edits, "edits")])
     def test_a_judge_that_was_trained_again_is_asked_again(self, tmp_path, evaluate, data):
         class Judge(ColorScorer if data == "rankings" else EditScorer):
             fingerprint = "before"
@@ -668,7 +763,7 @@ class TestResume:
             with pytest.raises(ValueError, match="dataset_fingerprint: "):
                 evaluate_rankings(scorer, dataset, output_path=path)
         with pytest.raises(ValueError, match="not a result file of this benchmark"):
-            evaluate_edit_reward(EditScorer(), edits(), output_path=path)
+            evaluate_edits(EditScorer(), edits(), output_path=path)
         assert scorer.calls == [] and path.read_bytes() == content
         # The same rows from elsewhere, with columns that are not read, are the same dataset
         same = rankings().add_column("image", [0] * 8).cast_column("ranking", List(Value("int32")))
@@ -677,15 +772,15 @@ class TestResume:
 
     def test_of_edit_reward(self, tmp_path):
         paths = [tmp_path / "full.jsonl", tmp_path / "resumed.jsonl"]
-        full = evaluate_edit_reward(EditScorer(), edits(), output_path=paths[0], batch_size=4)
+        full = evaluate_edits(EditScorer(), edits(), output_path=paths[0], batch_size=4)
         with pytest.raises(RuntimeError, match="the scorer broke"):
-            evaluate_edit_reward(EditScorer(fail_after=6), edits(), output_path=paths[1], batch_size=4)
+            evaluate_edits(EditScorer(fail_after=6), edits(), output_path=paths[1], batch_size=4)
         lines = paths[0].read_bytes().splitlines(keepends=True)
         killed = b"".join(lines[:2]) + lines[2][:5]  # between the two images of a row
         for content, num_pairs in ((paths[1].read_bytes(), 13 - 5), (killed, 13 - 2), (paths[0].read_bytes(), 0)):
             paths[1].write_bytes(content)
             scorer = EditScorer()
-            assert evaluate_edit_reward(scorer, edits(), output_path=paths[1], batch_size=4) == full
+            assert evaluate_edits(scorer, edits(), output_path=paths[1], batch_size=4) == full
             assert scorer.pairs == num_pairs
             assert paths[0].read_bytes() == paths[1].read_bytes()
 
@@ -727,7 +822,7 @@ class TestReport:
 
     def test_edit_reward_has_its_own_table(self, tmp_path):
         save_report(evaluate_rankings(ColorScorer(), rankings()), tmp_path)
-        results = evaluate_edit_reward(EditScorer(), edits(EDIT_ROWS[:6]))
+        results = evaluate_edits(EditScorer(), edits(EDIT_ROWS[:6]))
         tables = report_tables(save_report(results, tmp_path))
         assert [title.partition(",")[0] for title, _, _ in tables] == ["Human rankings", "EditReward-Bench"]
         _, columns, (row,) = tables[1]

@@ -15,7 +15,7 @@ from scipy.stats import kendalltau, spearmanr
 
 from paco_trl import PaCoReward
 from paco_trl.data.columns import typed_dataset
-from paco_trl.evaluation import evaluate_edit_reward, evaluate_rankings, published_tables, report_tables, save_report
+from paco_trl.evaluation import evaluate_rankings, load_rankings, published_tables, report_tables, save_report
 from paco_trl.evaluation.runs import RowImages
 from paco_trl.utils.images import to_rgb
 from testing_utils import jsonl
@@ -98,7 +98,7 @@ def rankings():
 
 
 @pytest.fixture(scope="module")
-def edits():
+def edits(tmp_path_factory):
     rng = np.random.default_rng(2)
     rows = []
     for kind in ("prompt_following", "consistency", "overall"):
@@ -107,7 +107,9 @@ def edits():
             images = image(rng), [image(rng, "RGBA" if index == 1 else "RGB"), image(rng)]
             rows.append((keys, "Add a hat", "subject-add", kind, *images))
     types = dict.fromkeys(("instruction", "task_type", "dimension"), "string")
-    return typed_dataset(rows, key=["string"], **types, input_image="image", output_images=["image"])
+    dataset = typed_dataset(rows, key=["string"], **types, input_image="image", output_images=["image"])
+    dataset.to_parquet(path := tmp_path_factory.mktemp("edits") / "train.parquet")
+    return load_rankings("edit_reward", path)
 
 
 def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
@@ -134,14 +136,15 @@ def test_consistency_rank_item_by_item(judge, rankings, tmp_path):
 
 
 def test_edit_reward_bench_item_by_item(judge, edits, tmp_path):
-    results = evaluate_edit_reward(judge, edits, output_path=tmp_path / "scores.jsonl", protocol="published")
+    options = {"protocol": "published", "benchmark": "edit_reward"}
+    results = evaluate_rankings(judge, edits, output_path=tmp_path / "scores.jsonl", **options)
     found = {record["key"]: record["scores"] for record in jsonl(tmp_path / "scores.jsonl")[1:]}
     yes, no = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
     by_one_word, ties = [], 0
     for row in edits:
         of_images = []
-        for key, output in zip(row["key"], row["output_images"], strict=True):
-            pair = row["input_image"], output.convert("RGB").resize(row["input_image"].size)
+        for key, output in zip(row["candidate_ids"], row["candidates"], strict=True):
+            pair = row["reference"], output.convert("RGB").resize(row["reference"].size)
             questions = {"prompt_following": FOLLOWS, "consistency": CONSISTENT}
             tokens = {name: top_20(judge, *pair, question) for name, question in questions.items()}
             expected = {name: share_of_yes(listed, yes, no) for name, listed in tokens.items()}
@@ -167,7 +170,7 @@ class NoQuestions:
         return [float(np.asarray(second)[..., 0].mean()) for _, second in images]
 
 
-def test_scorers_and_arguments_of_the_protocol(judge, rankings):
+def test_scorers_and_arguments_of_the_protocol(judge, rankings, edits):
     class OnlyScores(NoQuestions):
         reads_questions = True
 
@@ -175,6 +178,8 @@ def test_scorers_and_arguments_of_the_protocol(judge, rankings):
         evaluate_rankings(OnlyScores(), rankings, protocol="published")
     with pytest.raises(ValueError, match="theme"):
         evaluate_rankings(judge, rankings, "theme", protocol="published")
+    with pytest.raises(ValueError, match="`benchmark` is 'edits'.*'published'.* must be edit_reward"):
+        evaluate_rankings(judge, edits, protocol="published")
     # Without questions only the arithmetic differs
     results = [evaluate_rankings(NoQuestions(), rankings, protocol=protocol) for protocol in ("default", "published")]
     assert results[0]["metrics"]["accuracy"] == results[1]["metrics"]["accuracy"]
@@ -182,12 +187,13 @@ def test_scorers_and_arguments_of_the_protocol(judge, rankings):
 
 
 def test_published_figures_only_with_the_published_protocol(rankings, edits, tmp_path):
-    benchmarks = ((evaluate_rankings, rankings), (evaluate_edit_reward, edits))
-    for evaluate, dataset in benchmarks:
-        save_report(evaluate(NoQuestions(), dataset), tmp_path)
+    benchmarks = {"rankings": rankings, "edit_reward": edits}
+    for benchmark, dataset in benchmarks.items():
+        save_report(evaluate_rankings(NoQuestions(), dataset, benchmark=benchmark), tmp_path)
     assert "not measured here" not in (tmp_path / "results.md").read_text()
-    for evaluate, dataset in benchmarks:
-        entries = save_report(evaluate(NoQuestions(), dataset, protocol="published"), tmp_path)
+    for benchmark, dataset in benchmarks.items():
+        results = evaluate_rankings(NoQuestions(), dataset, protocol="published", benchmark=benchmark)
+        entries = save_report(results, tmp_path)
     # Both protocols of a scorer stay, each in a table of its own
     assert [title.split(", protocol: ") for title, _, _ in report_tables(entries)] == [
         [title, protocol] for title in ("Human rankings", "EditReward-Bench") for protocol in ("default", "published")

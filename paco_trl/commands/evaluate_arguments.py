@@ -54,6 +54,7 @@ SERVED_ONLY = ("api_key_variable", "max_concurrency")
 # Benchmark -> its dataset
 BENCHMARKS = {
     "rankings": "X-GenGroup/ConsistencyRank-Bench",
+    "edits": "",  # your own
     "edit_reward": "EditScore/EditReward-Bench",
     "vc_reward": "GEditBench-v2/VCReward-Bench",
     "editreward_compass": "DogNeverSleep/EditReward-Compass",
@@ -336,13 +337,13 @@ class JudgeArguments(JudgeOptions):
     )
     benchmark: str = option(
         "rankings",
-        "`rankings`, `edit_reward`, `vc_reward`, `editreward_compass` or `mmrb2`.",
+        "`rankings`, or of edits `edit_reward`, `vc_reward`, `editreward_compass`, `mmrb2`, or `edits` of your own.",
         choices=tuple(BENCHMARKS),
     )
     dataset_name: str | None = option(
         None,
         "Hub id, directory or file: a copy of the benchmark, or rankings or pairs in the formats of `paco-trl "
-        "reward`. If `None`, the benchmark on the Hub.",
+        "reward`; with `edits`, rankings of two edits with a `dimension`. If `None`, the benchmark on the Hub.",
     )
     dataset_config: str | None = option(None, "Configuration of the dataset if it has several.")
     dataset_split: str = option("train", "Split to evaluate on; ConsistencyRank-Bench has only one.")
@@ -364,6 +365,8 @@ class JudgeArguments(JudgeOptions):
 
     def errors(self) -> Iterator[OptionError]:
         """Yield errors of contradictory options."""
+        if self.benchmark == "edits" and self.dataset_name is None:
+            yield OptionError("`--benchmark edits` is your own. Name its dataset: `--dataset_name`.", "dataset_name")
         in_words = self.template is not None and self.template.startswith(WORDS)
         if in_words and self.benchmark == "rankings":
             message = f"`--template {self.template}` is for benchmarks of edits, such as `--benchmark edit_reward`."

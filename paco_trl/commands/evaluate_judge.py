@@ -16,20 +16,9 @@ from typing import Any
 
 import torch
 
-from ..data import load_consistency_rank
-from ..data.dataset_files import load_split
 from ..data.pairs import as_pairs
-from ..data.rankings import RANK_FILE
-from ..evaluation import (
-    ClipIScorer,
-    ComparingJudge,
-    evaluate_edit_reward,
-    evaluate_pairs,
-    evaluate_rankings,
-    load_edit_pairs,
-    save_report,
-)
-from ..evaluation.edit_reward import CONVERTED
+from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_rankings, load_rankings, save_report
+from ..evaluation.judge_benchmarks import is_consistency_rank
 from ..rewards import WordsJudge
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, refuse
@@ -71,20 +60,11 @@ def evaluate(script_args: JudgeArguments) -> None:
         message = f"`--num_processes` is {count}, but a judge is evaluated by one process. Leave it out; a judge on a "
         message += "server (`--judge_url`) may use several GPUs."
         raise OptionError(message, "num_processes")
-    dataset_name = script_args.dataset_name or BENCHMARKS[script_args.benchmark]
-    # `load_dataset` cannot read the published rankings, which are JSON lines with file names
-    is_published = dataset_name == BENCHMARKS["rankings"] or (Path(dataset_name).expanduser() / RANK_FILE).is_file()
-    if script_args.benchmark == "rankings" and is_published:
-        refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
-        dataset = load_consistency_rank(dataset_name)
-    elif script_args.benchmark in CONVERTED:
-        dataset = load_edit_pairs(
-            script_args.benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config
-        )
-    else:
-        columns = ("reference", "candidates", "input_image", "output_images", "images")
-        dataset = load_split(dataset_name, script_args.dataset_split, columns, config=script_args.dataset_config)
     benchmark = script_args.benchmark
+    dataset_name = script_args.dataset_name or BENCHMARKS[benchmark]
+    if benchmark == "rankings" and is_consistency_rank(dataset_name):
+        refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
+    dataset = load_rankings(benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config)
     if benchmark == "rankings" and "ranking" not in dataset.column_names:
         if "images" not in dataset.column_names:
             raise ValueError(
@@ -101,13 +81,12 @@ def evaluate(script_args: JudgeArguments) -> None:
     name_parts = (judge.name, benchmark, *options, digest(describe_scorer(judge))[:8])
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in name_parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
-    arguments: dict[str, Any] = {name: getattr(script_args, name) for name in ("batch_size", "protocol")}
+    run = (scores_path, script_args.batch_size)
     if benchmark == "pairs":
-        results = evaluate_pairs(judge, dataset, scores_path, script_args.batch_size)
-    elif benchmark == "rankings":
-        results = evaluate_rankings(judge, dataset, script_args.template, scores_path, **arguments)
+        results = evaluate_pairs(judge, dataset, *run)
     else:
-        results = evaluate_edit_reward(judge, dataset, scores_path, **arguments, benchmark=benchmark)
+        template = None if hasattr(judge, "template") else script_args.template
+        results = evaluate_rankings(judge, dataset, template, *run, script_args.protocol, benchmark)
 
     results["settings"] |= {
         "dataset": dataset_name,

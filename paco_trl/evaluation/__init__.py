@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..utils.statistics import bootstrap_interval
     from .aesthetics import AestheticScorer
     from .comparing_judge import ComparingJudge
-    from .edit_reward import evaluate_edit_reward, load_edit_pairs
     from .grid_artifacts import grid_artifact_score
+    from .judge_benchmarks import load_rankings
     from .labeled_pairs import evaluate_pairs
     from .metrics import (
         auroc,
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from .report import published_tables, report_tables, save_report
 
 __all__ = [
-    "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval",
-    "calibration_bins", "evaluate_edit_reward", "evaluate_pairs", "evaluate_rankings", "expected_calibration_error",
-    "grid_artifact_score", "list_order_metrics", "load_edit_pairs", "published_tables", "ranking_metrics",
-    "report_tables", "save_report",
+    "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval", "calibration_bins",
+    "evaluate_pairs", "evaluate_rankings", "expected_calibration_error", "grid_artifact_score", "list_order_metrics",
+    "load_rankings", "published_tables", "ranking_metrics", "report_tables", "save_report",
 ]  # fmt: skip
 
 # Lazy, so that the metrics do not import torch

@@ -25,7 +25,7 @@ _WINNER = re.compile(r'"winner":\s*"(?:image[ _])?(a|b|tie)"', re.IGNORECASE)
 
 class ComparingJudge:
     """
-    Scorer for [`evaluate_edit_reward`]: a judge on a server that sees both edits, such as PVC-Judge.
+    Scorer for [`evaluate_rankings`]: a judge on a server that sees both edits, such as PVC-Judge.
 
     `template` is the prompt, a YAML file of `src/prompts/assets` in a clone of
     [GEditBench v2](https://github.com/ZhangqiJiang07/GEditBench_v2). PVC-Judge's is

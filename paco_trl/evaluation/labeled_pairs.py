@@ -47,7 +47,7 @@ def evaluate_pairs(
     items = [runs.RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
     common, records = runs.score_records(
         {"benchmark": "pairs", "protocol": "default"}, scorer, dataset, ("prompt", "completion"), ("images",),
-        output_path, "index", items, batch_size, lambda item, scores: {"index": item.key, "score": scores[0]},
+        output_path, batch_size, "index", items, lambda item, scores: {"index": item.key, "score": scores[0]},
     )  # fmt: skip
     scores = [records[index]["score"] for index in range(len(questions))]
     correct = [float((score > 0.5) == label) for score, label in zip(scores, labels, strict=True)]

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of judges on ConsistencyRank and other datasets of human rankings."""
+"""Evaluation of judges on human rankings: of images by their consistency with a reference, and of pairs of edits."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
 from datasets import Dataset
 
-from ..data.columns import criteria_dict
-from ..data.questions import criterion_question, plain_question
+from ..data.columns import check_values, criteria_dict
+from ..data.questions import criterion_question, plain_question, question
 from ..data.rankings import check_ranking_columns, default_question
-from ..utils.text import without_nan
+from ..utils.text import is_text, shorten, without_nan
 from . import runs
 from .metrics import list_order_metrics, ranking_metrics
 
@@ -19,18 +23,23 @@ from .metrics import list_order_metrics, ranking_metrics
 TEMPLATES = ("theme", "criteria", "plain")
 METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
 IMAGE_COLUMNS = ("reference", "candidates")
-
-
-def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
-    """Return the questions about each pair of a row, whose score is the mean over lists of each list's mean."""
-    if template != "criteria":  # "theme" is the question that `rankings_to_pairs` trains on
-        return [[default_question(row) if template == "theme" else plain_question()]]
-    criteria = criteria_dict(row.get("criteria"))
-    if not criteria:
-        raise ValueError(
-            f"The row with the prompt {row['prompt']!r} has no `criteria`. Add them, or use `template='theme'`."
-        )
-    return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
+COLUMNS = ("prompt", "theme", "criteria", "ranking", "group", "id")
+COLUMNS += ("dimension", "task_type", "candidate_ids", "is_tie")  # of pairs of edits
+# Protocol -> benchmarks of pairs of edits that have it
+EDIT_BENCHMARKS = {
+    "default": ("edits", "edit_reward", "vc_reward", "editreward_compass", "mmrb2"),
+    "published": ("edit_reward",),
+}
+DIMENSIONS = ("prompt_following", "consistency", "overall")
+# Protocol -> question of each dimension, `overall` having all: of the editing reward, and of the published evaluation
+QUESTIONS = {
+    "default": {"prompt_following": "edit_following", "consistency": "edit_consistency"},
+    "published": {"prompt_following": "edit_reward_bench_following", "consistency": "edit_reward_bench_consistency"},
+}
+# Tokens that count as Yes and as No in the published script
+PUBLISHED_ANSWERS = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
+# Scores that differ by less are a tie (EditReward-Compass)
+TIE = 1e-5
 
 
 def evaluate_rankings(
@@ -40,28 +49,44 @@ def evaluate_rankings(
     output_path: str | Path | None = None,
     batch_size: int = 16,
     protocol: str = "default",
+    benchmark: str | None = None,
 ) -> dict[str, Any]:
     """
-    Rank the candidates of each row by their consistency with the reference, and measure the agreement with people.
+    Score the candidates of each row by their consistency with the reference, and measure the agreement with people.
+
+    Rows with a `dimension` are pairs of edits: the reference is the source image, the prompt the instruction. An edit,
+    first resized to its source, is scored by the editing reward's question of the dimension, for `overall` by the
+    geometric mean of both questions.
 
     Interrupted runs resume from `output_path`. A file of another scorer (by name or weights; a server's weights are
     unknown), protocol, template or dataset is rejected.
 
-    `protocol="published"` repeats the script behind the paper's figures, and only its results compare with
-    [`published_tables`]`("ConsistencyRank")`. It asks the question of `template="plain"` with `<img1>: ` and `<img2>:
-    ` before the images, scores 0 if no answer is among the 20 likeliest tokens, uses the tau and rho of
-    [`list_order_metrics`], and drops transparency instead of putting it on white.
+    `protocol="published"` repeats the scripts behind the paper's figures, and only its results compare with
+    [`published_tables`]. `<img1>: ` and `<img2>: ` are before the images, a score is 0 if no answer is among the 20
+    likeliest tokens, and transparency is dropped instead of put on white. ConsistencyRank's has the question of
+    `template="plain"`, and the tau and rho of [`list_order_metrics`]. EditReward-Bench's has two questions for a
+    one-word answer, with P(Yes) summed over yes, Yes, YES, y and Y, and P(No) over no, No, NO, n and N. (The script
+    also counts the token that it samples at random.)
 
     Args:
         scorer (`Any`):
             Object with `score(images, prompts) -> list[float]` and a `name`: [`~paco_trl.PaCoReward`],
             [`ClipIScorer`] or your own. It gets RGB images (transparency on white, as in training). Within a row, the
             reference is the same object in all pairs, so that it can be encoded once.
+
+            Others for edits have a `template`, a name, and get the instruction. With `compares = True`
+            ([`ComparingJudge`]) one gets (source, edit, edit), and returns 1 if the first edit is better, 0 if the
+            second is, 0.5 for a tie, or `None`, which is never correct. With `rates = True`
+            ([`~paco_trl.rewards.WordsJudge`]) it returns scores by dimension with `overall`, or `None`.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent) and `id`.
+
+            Pairs of edits also have `dimension` (`prompt_following`, `consistency` or `overall`), and optionally
+            `task_type`, `candidate_ids` (two names; one that rows share is scored once) and `is_tie` (whether people
+            see a tie: scores must differ by less than 1e-5).
         template (`str`, *optional*):
-            Question about each pair. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
+            Question about each pair, but not of edits. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
               the full text of another prompt. The question of the published judge.
@@ -74,71 +99,119 @@ def evaluate_rankings(
         protocol (`str`, *optional*, defaults to `"default"`):
             `"default"` or `"published"`. The latter requires a scorer with `top_logprobs` ([`~paco_trl.PaCoReward`],
             [`~paco_trl.rewards.ServedJudge`]), or one that ignores questions.
+        benchmark (`str`, *optional*):
+            Name of the benchmark in [`load_rankings`]. If `None`, `"rankings"` or, with `dimension`, `"edits"`.
+            Accuracies are averaged over task types with `"edit_reward"`, over rows with others, like in their scripts.
 
     Returns:
-        `dict[str, Any]`: `settings`; `metrics`, with the `mean` of each over the rows and its bootstrap `interval`
-        over the groups; and `num_instances` (rows), `num_groups`, `num_undefined_correlations` (rows without tau and
-        rho because all scores are equal), `num_ties` (rows with equal scores of two candidates) and `num_unanswered`
-        (questions without an answer among the 20 likeliest tokens).
+        `dict[str, Any]`: `settings`, `num_instances` (rows), `num_groups` and `num_unanswered` (questions without an
+        answer among the 20 likeliest tokens, or a readable one). Of rankings `metrics`, with the `mean` of each over
+        the rows and its bootstrap `interval` over the groups; `num_undefined_correlations` (rows without tau and rho
+        because all scores are equal) and `num_ties` (rows with equal scores of two candidates). Of pairs of edits
+        `num_keys` (distinct edits) and, in `dimensions`, for each dimension in the dataset `strict` and `geq` (`mean`
+        and `interval`), `num_rows`, `num_ties` and `task_types`. `strict` is the fraction of rows whose preferred edit
+        scores higher; `geq` also counts ties.
 
     Raises:
-        ValueError: If a row is broken, the file belongs to another run, or a score is not finite.
+        ValueError: If a row is broken, an image cannot be read, an argument does not fit the dataset, the file belongs
+            to another run, or a score is not finite, or negative for `overall`.
 
     Example:
 
     ```python
     >>> from paco_trl import PaCoReward
-    >>> from paco_trl.data import load_consistency_rank
+    >>> from paco_trl.evaluation import evaluate_rankings, load_rankings
 
     >>> judge = PaCoReward.from_pretrained("X-GenGroup/PaCo-Reward-7B", device="cuda")
-    >>> dataset = load_consistency_rank("X-GenGroup/ConsistencyRank-Bench")
+    >>> dataset = load_rankings("rankings", "X-GenGroup/ConsistencyRank-Bench")
     >>> results = evaluate_rankings(judge, dataset, output_path="results/paco-reward-7b.jsonl")
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
     runs.check_protocol(protocol)
-    if template is None:
-        template = "plain" if protocol == "published" else "theme"
-    if template not in TEMPLATES:
-        raise ValueError(f"`template` is {template!r}, but must be one of {', '.join(TEMPLATES)}.")
-    if protocol == "published" and template != "plain":
-        raise ValueError(f"`template` is {template!r}, but the published protocol uses 'plain'. Leave it out.")
     check_ranking_columns(dataset)
     dataset = dataset.with_format(None)  # plain Python values
-    columns = ("prompt", "theme", "criteria", "ranking", "group", "id")
-    columns = [name for name in columns if name in dataset.column_names]
-    # A column `id` replaces the row number
-    rows = [{"id": str(row_number), **row} for row_number, row in enumerate(dataset.select_columns(columns))]
+    has_edits = "dimension" in dataset.column_names
+    benchmark = benchmark or ("edits" if has_edits else "rankings")
+    names = EDIT_BENCHMARKS[protocol] if has_edits else ("rankings",)
+    if benchmark not in names:
+        kind = f"`protocol` {protocol!r} and {'a' if has_edits else 'no'} column `dimension`"
+        raise ValueError(f"`benchmark` is {benchmark!r}, but with {kind} must be {' or '.join(names)}.")
+    template = _template_of(scorer, template, protocol, has_edits)
+    columns = [name for name in COLUMNS if name in dataset.column_names]
+    rows = [_with_defaults(index, row) for index, row in enumerate(dataset.select_columns(columns))]
+    groups = [row["group"] for row in rows]
+    settings = {"benchmark": benchmark, "protocol": protocol, **({} if template is None else {"template": template})}
+    score = partial(runs.score_records, settings, scorer, dataset, columns, IMAGE_COLUMNS, output_path, batch_size)
+    if has_edits:
+        _check_edits(dataset, rows)
+        common, scores = _score_edits(score, scorer, rows, protocol)
+        figures = _edit_figures(rows, scores, groups, is_macro=benchmark == "edit_reward")
+    else:
+        common, records = _score_rows(score, rows, template, protocol)
+        figures = _ranking_figures(records, groups)
+    return {**common, "num_groups": len(set(groups)), **figures}
+
+
+def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
+    """Return the name of the questions, `None` for those of a dimension."""
+    judges_edits = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+    if has_edits:
+        if template is not None:
+            raise ValueError(f"`template` is {template!r}, but pairs of edits have their own questions. Leave it out.")
+        return scorer.template if judges_edits else None
+    if judges_edits:
+        raise ValueError(f"The scorer {scorer.name!r} judges edits, but the dataset has no `dimension`. Add it.")
+    if template is None:
+        template = "plain" if protocol == "published" else "theme"
+    if template not in (names := ("plain",) if protocol == "published" else TEMPLATES):
+        raise ValueError(f"`template` is {template!r}, but with the {protocol} protocol must be {' or '.join(names)}.")
+    return template
+
+
+def _with_defaults(index: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its optional columns."""
+    ids = [f"{index}/{position}" for position in range(len(row["ranking"]))]
+    return {"id": str(index), "group": index, "candidate_ids": ids, "task_type": "", "is_tie": False, **row}
+
+
+def _questions(row: Mapping[str, Any], template: str | None) -> list[list[str]]:
+    """Return the questions about each pair of a row, whose score is the mean over lists of each list's mean."""
+    if template != "criteria":  # "theme" is the question that `rankings_to_pairs` trains on
+        return [[default_question(row) if template == "theme" else plain_question()]]
+    criteria = criteria_dict(row.get("criteria"))
+    if not criteria:
+        raise ValueError(
+            f"The row with the prompt {row['prompt']!r} has no `criteria`. Add them, or use `template='theme'`."
+        )
+    return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
+
+
+def _score_rows(
+    score: Callable, rows: list[dict[str, Any]], template: str | None, protocol: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Score the candidates of each row by the questions of the template, and compute its metrics."""
     questions = [_questions(row, template) for row in rows]
     items = []
-    for index, (row, question_lists) in enumerate(zip(rows, questions, strict=True)):
-        texts = sum(question_lists, [])
-        items.append(
-            runs.RecordQuestions(
-                index, index, [((position,), text) for position in range(len(row["ranking"])) for text in texts]
-            )
-        )
+    for index, row in enumerate(rows):
+        texts = sum(questions[index], [])
+        asked = [((position,), text) for position in range(len(row["ranking"])) for text in texts]
+        items.append(runs.RecordQuestions(index, index, asked))
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 
     def record(item: runs.RecordQuestions, answers: list[float]) -> dict[str, Any]:
         row = rows[item.key]
-        remaining_answers = iter(answers)
-        answers_by_candidate = [
-            [[next(remaining_answers) for _ in texts] for texts in questions[item.key]] for _ in row["ranking"]
-        ]
-        scores = [fmean(map(fmean, answer_lists)) for answer_lists in answers_by_candidate]
+        rest = iter(answers)
+        scores = [fmean(fmean(islice(rest, len(texts))) for texts in questions[item.key]) for _ in row["ranking"]]
         metrics = without_nan(metrics_of(scores, row["ranking"]))
         return {"index": item.key, "id": row["id"], "scores": scores, "ranking": row["ranking"], "metrics": metrics}
 
-    settings = {"benchmark": "rankings", "protocol": protocol, "template": template}
-    common, by_index = runs.score_records(
-        settings, scorer, dataset, columns, IMAGE_COLUMNS, output_path, "index", items, batch_size, record
-    )
-    records = [by_index[index] for index in range(len(rows))]
-    groups = [row["group"] for row in rows] if "group" in columns else None
+    common, records = score("index", items, record)
+    return common, [records[index] for index in range(len(rows))]
+
+
+def _ranking_figures(records: list[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, Any]:
     return {
-        **common,
-        "num_groups": len(set(groups)) if groups is not None else len(rows),
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
@@ -146,3 +219,96 @@ def evaluate_rankings(
             name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in METRICS
         },
     }
+
+
+def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
+    """Check the columns of pairs of edits that other rankings do not have."""
+    check_values(dataset, "dataset", "dimension", DIMENSIONS.__contains__, f"one of {', '.join(DIMENSIONS)}")
+    check_values(dataset, "dataset", "task_type", lambda value: isinstance(value, str), "a text")
+    check_values(dataset, "dataset", "is_tie", lambda value: isinstance(value, bool), "true or false")
+    check_values(dataset, "dataset", "ranking", lambda value: len(value) == 2, "of two edits")
+    check_values(
+        dataset, "dataset", "candidate_ids",
+        lambda ids: isinstance(ids, list) and len({*filter(is_text, ids)}) == len(ids) == 2, "two different names",
+    )  # fmt: skip
+    prompt_of: dict[str, str] = {}
+    for index, row in enumerate(rows):
+        if any(prompt_of.setdefault(name, row["prompt"]) != row["prompt"] for name in row["candidate_ids"]):
+            ids = shorten(row["candidate_ids"])
+            raise ValueError(f"Row {index} has names of an earlier row with another prompt, {ids}. Rename them.")
+
+
+def _score_edits(
+    score: Callable, scorer: Any, rows: list[dict[str, Any]], protocol: str
+) -> tuple[dict[str, Any], list[Sequence[float]]]:
+    """Score both candidates of each row, in one comparison or each by the questions of the rows that have it."""
+    if getattr(scorer, "compares", False):
+        items = [runs.RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
+        common, records = score("row", items, lambda item, scores: {"row": item.key, "first": scores[0]})
+        firsts = [records[index]["first"] for index in range(len(rows))]
+        return common, [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
+    rates = getattr(scorer, "rates", False)
+    items, names_of = [], {}
+    for candidate, (index, position, dimensions) in _uses(rows).items():
+        prompt = rows[index]["prompt"]
+        names_of[candidate] = [name for name in QUESTIONS[protocol] if dimensions & {name, "overall"}]
+        texts = [question(QUESTIONS[protocol][name], instruction=prompt) for name in names_of[candidate]]
+        asked = [((position,), text) for text in ([prompt] if rates else texts)]
+        items.append(runs.RecordQuestions(candidate, index, asked))
+
+    def record(item: runs.RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
+        by_name = scores[0] if rates else dict(zip(names_of[item.key], scores, strict=True))
+        return {"key": item.key, "scores": by_name}
+
+    common, records = score("key", items, record, PUBLISHED_ANSWERS, resizes=True)
+    scores_of = {candidate: found["scores"] for candidate, found in records.items()}
+    return common, [[_edit_score(row["dimension"], scores_of[name]) for name in row["candidate_ids"]] for row in rows]
+
+
+def _uses(rows: list[dict[str, Any]]) -> dict[str, tuple[int, int, set[str]]]:
+    """Return the first row and position of each candidate, and the dimensions of its rows."""
+    uses: dict[str, tuple[int, int, set[str]]] = {}
+    for index, row in enumerate(rows):
+        for position, candidate in enumerate(row["candidate_ids"]):
+            uses.setdefault(candidate, (index, position, set()))[2].add(row["dimension"])
+    return uses
+
+
+def _edit_score(dimension: str, scores: dict[str, float] | None) -> float:
+    """Return the score of a dimension; `overall` is sqrt(consistency * prompt_following) (PaCo-RL, Part 2)."""
+    if scores is None or "overall" in scores:  # of a judge that rates
+        return math.nan if scores is None else scores.get(dimension, scores["overall"])
+    if dimension != "overall":
+        return scores[dimension]
+    if min(scores.values()) < 0:
+        raise ValueError(f"The scores are {scores}, but a geometric mean requires scores >= 0. Leave `overall` out.")
+    return math.sqrt(scores["consistency"] * scores["prompt_following"])
+
+
+def _hits(row: Mapping[str, Any], scores: Sequence[float]) -> tuple[float, float]:
+    """Return whether scores agree with people, strictly, and if ties also count."""
+    preferred, rejected = (scores[index] for index in row["ranking"])
+    if row["is_tie"]:
+        return (float(abs(preferred - rejected) < TIE),) * 2
+    return float(preferred > rejected), float(preferred >= rejected)
+
+
+def _edit_figures(
+    rows: list[dict[str, Any]], scores: list[Sequence[float]], groups: list[Hashable], is_macro: bool
+) -> dict[str, Any]:
+    table = pd.DataFrame(map(_hits, rows, scores), columns=["strict", "geq"])
+    table["dimension"], table["task_type"] = zip(*((row["dimension"], row["task_type"]) for row in rows), strict=True)
+    dimensions = {}
+    for name in filter({*table["dimension"]}.__contains__, DIMENSIONS):
+        part = table[table["dimension"] == name]
+        labels = ([groups[index] for index in part.index], [*part["task_type"]] if is_macro else None)
+        dimensions[name] = {
+            **{hit: runs.mean_and_interval([*part[hit]], *labels) for hit in ("strict", "geq")},
+            "num_rows": len(part),
+            "num_ties": int(sum(part["geq"]) - sum(part["strict"])),
+            "task_types": {
+                kind: {"strict": fmean(hits["strict"]), "geq": fmean(hits["geq"]), "num_rows": len(hits)}
+                for kind, hits in part.groupby("task_type")
+            },
+        }
+    return {"num_keys": len({name for row in rows for name in row["candidate_ids"]}), "dimensions": dimensions}

@@ -45,7 +45,7 @@ def published_tables(benchmark: str) -> list[PublishedTable]:
 
 def report_tables(entries: list[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """
-    Format results of [`evaluate_rankings`] and [`evaluate_edit_reward`] as tables, one per benchmark and protocol,
+    Format results of [`evaluate_rankings`] and [`evaluate_pairs`] as tables, one per benchmark and protocol,
     each with a title, column names and rows.
     """
     tables = []
@@ -109,7 +109,7 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
 
     Args:
         results (`dict[str, Any]`):
-            Results of [`evaluate_rankings`] or [`evaluate_edit_reward`]. You may add to their `settings`, for example
+            Results of [`evaluate_rankings`] or [`evaluate_pairs`]. You may add to their `settings`, for example
             the dtype; `settings["dataset"]`, a name, is shown in the table.
         folder (`str` or `Path`):
             Directory to write to.

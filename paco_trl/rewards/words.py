@@ -222,7 +222,7 @@ class WordsReward(JudgedReward):
 
 class WordsJudge:
     """
-    Scorer for [`~paco_trl.evaluation.evaluate_edit_reward`]: a judge on a server that answers in words. Arguments are
+    Scorer for [`~paco_trl.evaluation.evaluate_rankings`]: a judge on a server that answers in words. Arguments are
     those of [`WordsReward`].
     """
 
