@@ -72,31 +72,24 @@ def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[
 
 def _row(entry: dict[str, Any], name: str, has_templates: bool) -> list[str]:
     settings = entry["settings"]
-    unanswered = entry["num_unanswered"]
     rows = str(entry["num_instances"])
-    if settings["benchmark"] == "pairs":
-        metrics = entry["metrics"]
-        dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
-        cells = [metrics[metric] for metric in ("accuracy", "auroc", "ece")]
-        texts = [
-            interval_text(cell["mean"], *cell.get("interval", (None, None)), missing="undefined") for cell in cells
-        ]
-        return [name, dataset, rows, *texts]
-    if settings["benchmark"] == "rankings":
-        undefined = entry["num_undefined_correlations"]
-        num_ties = entry["num_ties"]
+    num_ties = entry.get("num_ties")  # not of pairs
+    if "metrics" in entry:
+        cells = [*entry["metrics"].values()]
+        undefined = entry.get("num_undefined_correlations")
         rows += f" ({undefined} without tau and rho)" * bool(undefined)
-        cells = [entry["metrics"][name] for name in ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")]
     else:
         dimensions = entry["dimensions"]
         names = _BENCHMARKS[settings["benchmark"]]["dimensions"]
         num_ties = sum(dimension["num_ties"] for dimension in dimensions.values())
         cells = [dimensions.get(name, {}).get(variant) for variant in ("strict", "geq") for name in names]
-    ties = str(num_ties) + f" ({unanswered} questions without an answer)" * bool(unanswered)
-    texts = [cell and interval_text(cell["mean"], *cell["interval"], missing="undefined") for cell in cells]
+    unanswered = entry["num_unanswered"]
+    ties = f"{num_ties}" + f" ({unanswered} questions without an answer)" * bool(unanswered)
+    none = (None, None)
+    texts = [cell and interval_text(cell["mean"], *cell.get("interval", none), missing="undefined") for cell in cells]
     dataset = str(settings.get("dataset") or settings["dataset_fingerprint"])
     template = [settings.get("template", "each edit alone")] * has_templates
-    return [name, *template, dataset, rows, ties, *(text or "" for text in texts)]
+    return [name, *template, dataset, rows, *[ties] * (num_ties is not None), *(text or "" for text in texts)]
 
 
 def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, Any]]:
