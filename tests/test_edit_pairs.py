@@ -165,6 +165,7 @@ def mmrb2(tmp_path):
 def test_mmrb2_compares_with_experts(mmrb2, caplog):
     dataset = load_rankings("mmrb2", mmrb2())
     assert dataset["prompt"][:] == [f"Look: Edit {number}." for number in range(3)] and not caplog.text
+    assert dataset["ranking"][:] == [[0, 1], [1, 0], [1, 0]]  # as chosen
     figures = evaluate_rankings(Keeper(), dataset, benchmark="mmrb2")["dimensions"]["overall"]
     assert (figures["strict"]["mean"], figures["geq"]["mean"], figures["num_ties"]) == (1 / 3, 2 / 3, 1)
     assert figures["task_types"]["hq-edit"] == {"strict": 0.0, "geq": 1.0, "num_rows": 1}
