@@ -622,6 +622,8 @@ class TestEvaluateEdits:
             evaluate_rankings(scorer, rankings(2).add_column("dimension", ["overall"] * 2))
         with pytest.raises(ValueError, match="`key` of row 0"):
             as_edit_reward(edits(EDIT_ROWS[:1], candidate_ids=[["a"]]), tmp_path)
+        with pytest.raises(ValueError, match="column `winner`.* the benchmark 'edits'"):
+            as_edit_reward(edits(EDIT_ROWS[:1], winner=[1]), tmp_path)
         edits().to_parquet(tmp_path / "edits.parquet")
         assert len(load_rankings("edits", tmp_path / "edits.parquet")) == 10
         with pytest.raises(ValueError, match="benchmark 'edits'"):

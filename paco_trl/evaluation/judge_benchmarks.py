@@ -92,6 +92,11 @@ def load_rankings(benchmark: str, path: str | Path, split: str = "train", config
 
 
 def _convert_edit_reward(dataset: Dataset, path: str | Path) -> Dataset:
+    if "winner" in dataset.column_names:  # the first edit is the preferred one
+        raise ValueError(
+            f"'{path}' has the column `winner`, which EditReward-Bench does not have. Write your own pairs as the "
+            "benchmark 'edits', with `ranking`."
+        )
     check_values(dataset, str(path), "key", lambda names: len(names or []) == 2, "the names of two edits")
     ids = dataset["key"][:]
     groups = DisjointSet(name for pair in ids for name in pair)
