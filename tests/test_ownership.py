@@ -254,7 +254,9 @@ class TestStart:
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_saved_model_without_checkpoints(self, tmp_path, capsys, kind):
         plant(tmp_path / "run", "adapter_model.safetensors", "adapter_config.json")
-        (tmp_path / "run" / "paco_trl.json").write_text(json.dumps({"kind": "image", "pictures": []}))  # paco_trl wrote them
+        (tmp_path / "run" / "paco_trl.json").write_text(
+            json.dumps({"kind": "image", "pictures": []})
+        )  # paco_trl wrote them
         for words in ([], ["--resume_from_checkpoint", "auto"], ["--overwrite_output_dir"]):
             assert self.start(kind, tmp_path / "run", *words) == 1
             is_refused = "the model of an earlier run" in capsys.readouterr().err

@@ -336,6 +336,18 @@ TRAINING = [
     ),
     *_mutants(
         "checkpointing/checkpoints.py",
+        "test_checkpoints.py::test_a_checkpoint_is_no_output_directory test_checkpoints.py::test_a_saved_model_without_checkpoints",
+        ('if read_run(output_dir).get("files"):', "if False:"),
+        ('if read_run(output_dir).get("files"):', "if read_run(output_dir):"),
+        (" and all(map(incomplete_files, checkpoints_of(output_dir))):", " and not checkpoints_of(output_dir):"),
+    ),
+    *_mutants(
+        "commands/main.py",
+        "test_flow_factory.py::test_what_it_writes_is_a_file_of_this_package",
+        (r"[eE][-+]\d+$", r"[eE][-+]?\d+$"),
+    ),
+    *_mutants(
+        "checkpointing/checkpoints.py",
         "test_checkpoints.py test_machines.py::TestRestarts::test_when_it_resumes",
         (' or path.stat().st_size < run["files"][n]', ""),
         ('if not name.endswith((".md", ".png"))', ""),
