@@ -466,6 +466,21 @@ class EditScorer(ColorScorer):
         red, green, _ = second.getpixel((0, 0))
         return red / 255 if "accurately follow" in prompt else 1 - green / 255
 
+    def test_the_question_that_a_judge_was_trained_on(self, caplog):
+        def questions_of(question, template=None):
+            scorer = ColorScorer()
+            scorer.question = question
+            results = evaluate_rankings(scorer, rankings(1), template)
+            assert results["settings"]["template"] == (template or question or "theme")
+            return {text for _, prompts in scorer.calls for text in prompts}
+
+        assert questions_of("One character?") == {"One character?"}
+        themes = questions_of(None)
+        assert len(themes) == 1 and "One character?" not in themes and not caplog.messages
+        assert questions_of("One character?", "theme") == themes
+        (warning,) = caplog.messages
+        assert "'One character?'" in warning and "'theme'" in warning
+
 
 class TestEvaluateEdits:
     def test_accuracies_are_those_counted_by_hand(self):

@@ -354,8 +354,8 @@ class JudgeArguments(JudgeOptions):
     )
     template: str | None = option(
         None,
-        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, `theme`, or `plain` with the "
-        "published protocol. With pairs of edits `words:editscore` and the like, as in `--rewards`, for a served "
+        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, the one that the judge was trained on, "
+        "if its `paco_trl.json` has one, else `theme`; `plain` with the published protocol. With pairs of edits `words:editscore` and the like, as in `--rewards`, for a served "
         "judge that answers in words; with `vc_reward` also the prompt, a YAML file of GEditBench v2, that shows it "
         "both edits; if `None`, each edit is scored on its own by P(Yes).",
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation of judges on human rankings: of images by their consistency with a reference, and of pairs of edits."""
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from ..utils.text import is_text, shorten, without_nan
 from . import runs
 from .metrics import list_order_metrics, ranking_metrics
 
+
+logger = logging.getLogger(__name__)
 
 TEMPLATES = ("theme", "criteria", "plain")
 METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
@@ -86,7 +89,8 @@ def evaluate_rankings(
             `task_type`, `candidate_ids` (two names; one that rows share is scored once) and `is_tie` (whether people
             see a tie: scores must differ by less than 1e-5).
         template (`str`, *optional*):
-            Question about each pair, but not of edits. If `None`, `"theme"`, or with `protocol="published"` `"plain"`.
+            Question about each pair, but not of edits. If `None`, the one that the judge was trained on, if its
+            `paco_trl.json` records a single one, otherwise `"theme"`; with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
               the full text of another prompt. The question of the published judge.
@@ -148,13 +152,13 @@ def evaluate_rankings(
         common, scores = _score_edits(score, scorer, rows, protocol)
         figures = _edit_figures(rows, scores, groups, is_macro=benchmark == "edit_reward")
     else:
-        common, records = _score_rows(score, rows, template, protocol)
+        common, records = _score_rows(score, rows, template or "theme", protocol)
         figures = _ranking_figures(records, groups)
     return {**common, "num_groups": len(set(groups)), **figures}
 
 
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
-    """Return the name of the questions, `None` for those of a dimension."""
+    """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
     judges_edits = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
     if has_edits:
         if template is not None:
@@ -162,10 +166,18 @@ def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bo
         return scorer.template if judges_edits else None
     if judges_edits:
         raise ValueError(f"The scorer {scorer.name!r} judges edits, but the dataset has no `dimension`. Add it.")
+    trained_question = getattr(scorer, "question", None)
     if template is None:
-        template = "plain" if protocol == "published" else "theme"
+        template = "plain" if protocol == "published" else trained_question or "theme"
+        if template == trained_question:
+            return template
     if template not in (names := ("plain",) if protocol == "published" else TEMPLATES):
         raise ValueError(f"`template` is {template!r}, but with the {protocol} protocol must be {' or '.join(names)}.")
+    if trained_question is not None:
+        logger.warning(
+            f"The judge {scorer.name!r} was only trained on the question {trained_question!r}, and the question of the "
+            f"template '{template}' is another one."
+        )
     return template
 
 
@@ -175,10 +187,12 @@ def _with_defaults(index: int, row: dict[str, Any]) -> dict[str, Any]:
     return {"id": str(index), "group": index, "candidate_ids": ids, "task_type": "", "is_tie": False, **row}
 
 
-def _questions(row: Mapping[str, Any], template: str | None) -> list[list[str]]:
+def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
     """Return the questions about each pair of a row, whose score is the mean over lists of each list's mean."""
-    if template != "criteria":  # "theme" is the question that `rankings_to_pairs` trains on
-        return [[default_question(row) if template == "theme" else plain_question()]]
+    if template == "theme":  # the question that `rankings_to_pairs` trains on
+        return [[default_question(row)]]
+    if template != "criteria":
+        return [[plain_question() if template == "plain" else template]]
     criteria = criteria_dict(row.get("criteria"))
     if not criteria:
         raise ValueError(
@@ -188,7 +202,7 @@ def _questions(row: Mapping[str, Any], template: str | None) -> list[list[str]]:
 
 
 def _score_rows(
-    score: Callable, rows: list[dict[str, Any]], template: str | None, protocol: str
+    score: Callable, rows: list[dict[str, Any]], template: str, protocol: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score the candidates of each row by the questions of the template, and compute its metrics."""
     questions = [_questions(row, template) for row in rows]
