@@ -32,7 +32,7 @@ from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
-from paco_trl.utils import errors
+from paco_trl.utils import errors, option_checks
 from paco_trl.utils.errors import OptionError, is_message_enough, refuse
 from paco_trl.utils.text import number_text
 
@@ -269,6 +269,7 @@ class TestOptions:
             (["--report_to", "neptune", *DATA], "`pip install neptune`"),
             (["--dataset_name", "no/such/prompts"], "no file or directory 'no/such/prompts'"),
             (["--load_in_4bit", *DATA], "`--quantization`"),
+            (["--deepspeed", "zero3", *DATA], "`--accelerate_config zero2`, `zero3`"),
             (
                 ["--dataset_name", str(demo_prompts_path()), "--rewards", "consistency", "--judge_model", "model"],
                 "image pipeline",
@@ -723,3 +724,18 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
         started.clear()
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
     assert main.main(["push", "--num_processes", "8"]) == 1 and not started
+
+
+def test_deepspeed_is_missing(monkeypatch, capsys, tmp_path):
+    """Accelerate would say so by a traceback, seconds later."""
+    monkeypatch.setattr(os, "execv", lambda program, words: sys.exit(0))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "ds.json").write_text("{}")
+    words = {"--accelerate_config": "zero3", "--deepspeed": str(tmp_path / "ds.json")}
+    assert main.main(["grpo", "--accelerate_config", "zero3", *DATA]) == 0
+    for module in (main, option_checks):
+        monkeypatch.setattr(module, "find_spec", lambda package: None if package == "deepspeed" else package)
+    for name, value in words.items():
+        os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
+        assert main.main(["grpo", name, value, *DATA]) == 1
+        assert 'pip install "paco_trl[deepspeed]"' in capsys.readouterr().err

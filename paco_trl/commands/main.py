@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,12 @@ def launch(command: list[str], argv: list[str]) -> None:
         return
     flags = []
     if file is not None:
-        flags.append(f"--config_file={find_yaml('accelerate_config', file, 'accelerate_configs')}")
+        path = find_yaml("accelerate_config", file, "accelerate_configs")
+        settings = yaml.safe_load(read_text(path)) or {}
+        if settings.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
+            message = f'`--accelerate_config {file}` requires `deepspeed`: pip install "paco_trl[deepspeed]".'
+            raise OptionError(message, "accelerate_config")
+        flags.append(f"--config_file={path}")
     if number is not None:
         flags.append(f"--num_processes={number}")
     if file is None and number > 1:

@@ -420,6 +420,13 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
             if name not in _TRACKER_PACKAGES:
                 reason = f"but must be of {', '.join(sorted(_TRACKER_PACKAGES))}, 'all' or 'none'."
             yield OptionError(f"`report_to` has {name!r}, {reason}", "report_to")
+    config = args.deepspeed
+    if isinstance(config, str) and not config.lstrip().startswith("{") and not os.path.isfile(config):
+        message = f"`deepspeed` is {config!r}, which is no file of DeepSpeed's settings. For the packaged ones use "
+        yield OptionError(f"{message}`--accelerate_config zero2`, `zero3` or `zero3_offload`.", "deepspeed")
+    elif config is not None and find_spec("deepspeed") is None:
+        message = '`deepspeed` is set, but not installed: pip install "paco_trl[deepspeed]".'
+        yield OptionError(message, "deepspeed")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
