@@ -393,7 +393,7 @@ class TestCaptionFolders:
         assert (rows["prompt"][:], rows["rows"][:]) == (["A a.", "A b."], [1, 1])
         assert [image.tobytes() for image in rows["target"]] == [noise(1).tobytes(), noise(0).tobytes()]
         assert load_image_set_prompts(tmp_path, "train[1:]")["prompt"][:] == ["A b."]
-        with pytest.raises(ValueError, match="need `prompt` and either `image` or `images`"):
+        with pytest.raises(ValueError, match="need `prompt` and either `image` or `images`.* in `input1/`"):
             load_edit_prompts(tmp_path)
 
     def test_edits(self, tmp_path):

@@ -40,6 +40,9 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     sources = [column for column in ("image", "images") if column in names]
     if "prompt" not in names or len(sources) != 1:
         hint = "Rename or add them. If there are no source images, use `--edits False`, or `load_image_set_prompts`."
+        if {"prompt", "target"} == {*names}:  # a directory of images with texts
+            hint = "Put source images in `input1/`, and edited ones with their texts in `target/`; or, without these, "
+            hint += 'write rows such as {"image": "photos/1.jpg", "prompt": "Add a hat."} into a .jsonl file.'
         if _is_gedit(names):
             hint = "Convert GEdit-Bench with `paco_trl.data.convert_gedit_bench(dataset)`."
         raise ValueError(f"Editing prompts need `prompt` and either `image` or `images`; `{name}` has {names}. {hint}")

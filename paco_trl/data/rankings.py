@@ -53,7 +53,8 @@ def check_ranking_columns(dataset: Dataset, name: str = "dataset") -> None:
             raise ValueError(f"Row {row} of `{name}` has {max(count, 0)} candidates, but a ranking needs at least 2.")
         if not is_permutation(ranking, count):
             raise ValueError(
-                f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, but must list 0 to {count - 1} once each."
+                f"`ranking` of row {row} of `{name}` is {shorten(ranking)}, but must list the candidates 0 to "
+                f"{count - 1} once, best first."
             )
 
 
