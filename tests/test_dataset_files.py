@@ -370,6 +370,8 @@ class TestStoredImages:
         write_image(tmp_path / "pictures" / "a.png", 3)
         with pytest.raises(ValueError, match="--image_folder"):
             load_edit_prompts(path)
+        with pytest.raises(FileNotFoundError, match="no directory '.*nowhere'. Check `image_folder`"):
+            load_edit_prompts(path, image_folder=tmp_path / "nowhere")
         assert load_edit_prompts(path, image_folder=tmp_path / "pictures")[0]["image"].tobytes() == noise(3).tobytes()
         write_image(tmp_path / "images" / "a.png", 4)
         for name in (path, tmp_path):

@@ -2,6 +2,7 @@
 """Rewards by their names on the command line, and the judges of training and evaluation."""
 
 import dataclasses
+import os
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -66,6 +67,18 @@ def test_rewards_without_a_judge(tiny_clip):
         load_rewards(ScriptArguments(rewards=["clip"]))
     with pytest.raises(ValueError, match="'redness' twice"):
         load_rewards(ScriptArguments(rewards=["redness", "redness"]))
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path):
+    """One process may call several commands, as a notebook does."""
+    file = tmp_path / "mine.py"
+    loaded = []
+    for time, value in ((1, 0.5), (2, 0.1), (2, 0.1)):
+        file.write_text(f"def f(prompts, completions, **kwargs):\n    return [{value}]\n")
+        os.utime(file, (time, time))
+        loaded += load_rewards(ScriptArguments(rewards=[str(file)]))
+    assert [reward(["A fox."], [None]) for reward in loaded] == [[0.5], [0.1], [0.1]]
+    assert loaded[1] is loaded[2]
 
 
 OWN = """

@@ -336,7 +336,7 @@ def check_reward_names(script_args: RewardOptions) -> None:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             templates = Path(__file__).parents[1] / "templates"
             texts = [*sorted(templates.glob("rubric_*.txt")), *sorted(templates.glob("words_*.yaml"))]
-            rubrics = [path.stem.replace("_", ":") for path in texts]
+            rubrics = [path.stem.replace("_", ":", 1) for path in texts]
             near = "".join(
                 f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, NAMED_REWARDS, 1)][:1]
             )

@@ -24,7 +24,7 @@ def find_user_reward(path: str) -> Callable:
     if not is_file and os.getcwd() not in sys.path:  # a script has its own directory there
         sys.path.insert(0, os.getcwd())
     try:
-        module = _import_file(str(file)) if is_file else import_module(source)
+        module = _import_file(str(file), file.stat().st_mtime_ns) if is_file else import_module(source)
     except (Exception, SystemExit) as error:
         is_missing = (
             not is_file and isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}.")
@@ -71,8 +71,8 @@ def find_user_reward(path: str) -> Callable:
 
 
 @cache
-def _import_file(path: str) -> ModuleType:
-    """Import a file once, under a name that hides no other module."""
+def _import_file(path: str, changed_at: int) -> ModuleType:
+    """Import a file once, and again after a change, under a name that hides no other module."""
     spec: Any = spec_from_file_location(f"paco_trl_rewards_{Path(path).stem}", path)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -84,6 +84,8 @@ def load_split(
     if image_folder is not None:
         if not any(paths.values()):
             raise ValueError(f"`image_folder` is '{image_folder}', but '{path}' has no image paths. Leave it out.")
+        if not Path(image_folder).expanduser().is_dir():
+            raise FileNotFoundError(f"There is no directory '{image_folder}'. Check `image_folder`.")
         folders.insert(0, Path(image_folder).expanduser().absolute())
     dataset = _with_image_files(dataset, paths, folders)
     features = dataset.info.features
