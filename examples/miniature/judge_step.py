@@ -29,6 +29,7 @@ def train_judge(folder: Path, pairs: "DatasetDict", settings: MiniatureSettings,
         "learning_rate": settings.judge_learning_rate,
         "logging_steps": 10,
         "save_strategy": "no",  # it takes a minute or two
+        "overwrite_output_dir": True,  # of a run that was killed before its result was written
         "seed": settings.seed,
         "use_cpu": True,
         "bf16": False,
