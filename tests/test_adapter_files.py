@@ -163,17 +163,19 @@ def test_the_code_of_the_page(tiny_flux, flux, tmp_path):
     page = PAGE.read_text(encoding="utf-8").split("\n### diffusers\n")[1].split("\n### ComfyUI\n")[0]
     page = page.replace("bfloat16", "float32").replace("user/", f"{tmp_path}/")
     page = page.replace("black-forest-labs/FLUX.1-dev", str(tiny_flux))
-    load, two, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    page = page.replace("alimama-creative/FLUX.1-Turbo-Alpha", f"{tmp_path}/style")
+    load, two, few_steps, fuse, peft = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
     names = {}
-    exec(load, names)
-    assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
-    exec(two, names)
-    exec(fuse, names)
-    fused = names["pipe"].transformer.state_dict()
     base = flux.transformer.state_dict()
-    assert fused.keys() == base.keys()
-    wanted = {name: change + 0.6 * expected["style"][name] for name, change in expected["paco-flux"].items()}
-    found = {name: fused[f"{name}.weight"] - base[f"{name}.weight"] for name in wanted}
-    assert deviation(found, wanted) < 1e-5
+    for block, weight in ((two, 0.6), (few_steps, 1)):
+        exec(load, names)
+        assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0
+        exec(block, names)
+        exec(fuse, names)
+        fused = names["pipe"].transformer.state_dict()
+        assert fused.keys() == base.keys()
+        wanted = {name: change + weight * expected["style"][name] for name, change in expected["paco-flux"].items()}
+        found = {name: fused[f"{name}.weight"] - base[f"{name}.weight"] for name in wanted}
+        assert deviation(found, wanted) < 1e-5
     exec(peft, names)
     assert deviation(changes(names["pipe"].transformer), expected["paco-flux"]) == 0

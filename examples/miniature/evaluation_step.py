@@ -21,6 +21,7 @@ from .world import PromptSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from diffusers import DiffusionPipeline
 
 Truths = Mapping[Unit, SetTruth | EditTruth]  # by prompt id and seed
 
@@ -37,6 +38,13 @@ def generate_and_read(
     base = model or toy_flux_path()
     where: dict[str, Any] = {"model": None if adapter is None else str(base), "device": "cpu"}
     pipeline, _ = load_for_inference(base if adapter is None else adapter, dtype=torch.float32, **where)
+    return generate_with(pipeline, folder, prompts, settings, **options)
+
+
+def generate_with(
+    pipeline: "DiffusionPipeline", folder: Path, prompts: "Dataset", settings: MiniatureSettings, **options: Any
+) -> Truths:
+    """Do the same with a pipeline."""
     grids = generate_grids(
         pipeline,
         prompts,
