@@ -60,6 +60,10 @@ class TestTwoProcesses:
         states = [[run.state(rank) for rank in range(2)] for run in (ddp, fsdp2)]
         for entry, expected in zip(*(state[0]["history"] for state in reversed(states)), strict=True):
             assert entry.keys() == expected.keys()
+            # Small differences of pixels, in which the rounding of summed gradients shows
+            gains = {name for name in expected if name.startswith("eval_grid_artifact_gain")}
+            assert {name: entry[name] for name in gains} == pytest.approx({n: expected[n] for n in gains}, abs=2e-4)
+            entry, expected = ({n: v for n, v in logged.items() if n not in gains} for logged in (entry, expected))
             assert entry == pytest.approx(expected, rel=1e-3, abs=1e-6)
         # Each process has a part of what it had whole
         sizes = [sum(weight.numel() for weight in state["policy"].values()) for state in (*states[0], *states[1])]
