@@ -151,7 +151,8 @@ class TestData:
     """What of the data the command gives to the trainer; the card says how many pairs there were."""
 
     def train(self, workspace, folder: Path, *options: str) -> str:
-        run_here(workspace, folder / "out", "--max_steps", "1", "--save_strategy", "no", *options)
+        words = ["--max_steps", "1", "--save_strategy", "no", "--overwrite_output_dir", "True", *options]
+        run_here(workspace, folder / "out", *words)
         return (folder / "out" / "README.md").read_text()
 
     @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
     assert alone([], []) == [1.0] and alone is load_reward("random.py:bright", ScriptArguments())
     (tmp_path / "none.py").write_text("from functools import partial\nbright = partial(max, 1)\n")
     for name, error, message in (
-        ("none.py", ValueError, "`none.py:my_reward`"),
+        ("none.py", ValueError, "none.py. has no function or class"),
         ("several.py", ValueError, "several.py:brightness`, `several.py:Sharpness`, `several.py:made"),
         ("missing.py", ValueError, "no file 'missing.py'"),
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module
