@@ -442,6 +442,19 @@ class ColorJudge:
 
 
 class TestJudge:
+    @pytest.mark.parametrize("question", [None, "A journey of figure number 1?"])
+    def test_the_question_that_a_judge_was_trained_on(self, world, tmp_path, question):
+        class Asked(ColorJudge):
+            def score(self, images, prompts):
+                asked.update(prompts)
+                return super().score(images, prompts)
+
+        asked = set()
+        judge = Asked()
+        judge.question = question
+        rank_with_judge(*world.data, judge, "judge", tmp_path)
+        assert asked == {question} if question else len(asked) == len(world.prompts) > 1
+
     def test_annotator_names(self):
         assert judge_annotator_name("X-GenGroup/PaCo-Reward-7B") == "PaCo-Reward-7B"
         assert check_annotator(judge_annotator_name("/some folder/.x y/")) == "x-y"

@@ -480,6 +480,14 @@ class EditScorer(ColorScorer):
         assert questions_of("One character?", "theme") == themes
         (warning,) = caplog.messages
         assert "'One character?'" in warning and "'theme'" in warning
+        scorer = EditScorer()
+        scorer.question = "One character?"
+        assert "template" not in evaluate_rankings(scorer, edits(EDIT_ROWS[:1]))["settings"]
+        assert "about edits" in caplog.messages[1]
+
+    def test_a_row_without_a_group_is_its_own(self):
+        dataset = rankings(4).remove_columns("group").add_column("group", [None, "a", "a", None])
+        assert evaluate_rankings(ColorScorer(), dataset)["num_groups"] == 3
 
 
 class TestEvaluateEdits:
@@ -583,7 +591,7 @@ class TestEvaluateEdits:
 
     def test_a_tie_of_people(self):
         rows = [EDIT_ROWS[0], EDIT_ROWS[4]]  # 200 > 100, and 1 = 1
-        for is_tie, means in ((False, [1.0, 0.0]), (True, [0.0, 1.0])):
+        for is_tie, means in ((False, [1.0, 0.0]), (True, [0.0, 1.0]), (None, [1.0, 0.0])):
             figures = evaluate_rankings(EditScorer(), edits(rows, is_tie=[is_tie] * 2))["dimensions"]
             assert [figures[name]["strict"]["mean"] for name in ("prompt_following", "consistency")] == means
 

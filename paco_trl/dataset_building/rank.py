@@ -68,7 +68,8 @@ def rank_with_judge(
 
     Args:
         instances, panels, prompts ([`~datasets.Dataset`]):
-            Outputs of the earlier stages. The question has the theme of the prompt.
+            Outputs of the earlier stages. The question has the theme of the prompt, unless the judge was trained on a
+            single question, which it is then asked.
         judge ([`~paco_trl.rewards.Judge`]):
             [`~paco_trl.PaCoReward`] in the process, or [`~paco_trl.rewards.ServedJudge`] on a server.
         annotator (`str`):
@@ -95,7 +96,8 @@ def rank_with_judge(
     annotated_instances = {annotation.instance for annotation in read_annotations(existing_files, instances)}
     rows = [row for row in instances.with_format(None) if row["id"] not in annotated_instances]
     paths = {name: image["path"] for name, image in column_by_id(panels, "image").items()}
-    questions = {row["id"]: default_question(row) for row in prompts.with_format(None)}
+    trained_question = getattr(judge, "question", None)
+    questions = {row["id"]: trained_question or default_question(row) for row in prompts.with_format(None)}
 
     num_unanswered = 0
     with tqdm(

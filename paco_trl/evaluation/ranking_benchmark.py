@@ -160,31 +160,38 @@ def evaluate_rankings(
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
     """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
     judges_edits = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+    trained_question = getattr(scorer, "question", None)
     if has_edits:
         if template is not None:
             raise ValueError(f"`template` is {template!r}, but pairs of edits have their own questions. Leave it out.")
+        if not judges_edits:
+            _warn_if_untrained(scorer, "about edits")
         return scorer.template if judges_edits else None
     if judges_edits:
         raise ValueError(f"The scorer {scorer.name!r} judges edits, but the dataset has no `dimension`. Add it.")
-    trained_question = getattr(scorer, "question", None)
     if template is None:
         template = "plain" if protocol == "published" else trained_question or "theme"
         if template == trained_question:
             return template
     if template not in (names := ("plain",) if protocol == "published" else TEMPLATES):
         raise ValueError(f"`template` is {template!r}, but with the {protocol} protocol must be {' or '.join(names)}.")
-    if trained_question is not None:
-        logger.warning(
-            f"The judge {scorer.name!r} was only trained on the question {trained_question!r}, and the question of the "
-            f"template '{template}' is another one."
-        )
+    _warn_if_untrained(scorer, f"the question of the template '{template}'")
     return template
+
+
+def _warn_if_untrained(scorer: Any, what: str) -> None:
+    """Warn if the judge was trained on a single question, and is asked another one."""
+    if (trained_question := getattr(scorer, "question", None)) is not None:
+        message = f"The judge {scorer.name!r} is asked {what}, but was only trained on the question"
+        logger.warning(f"{message} {trained_question!r}.")
 
 
 def _with_defaults(index: int, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with its optional columns."""
     ids = [f"{index}/{position}" for position in range(len(row["ranking"]))]
-    return {"id": str(index), "group": index, "candidate_ids": ids, "task_type": "", "is_tie": False, **row}
+    defaults = {"id": str(index), "group": index, "candidate_ids": ids, "task_type": "", "is_tie": False}
+    # Rows of JSON lines may lack what others have
+    return defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
 
 
 def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
@@ -239,7 +246,7 @@ def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
     """Check the columns of pairs of edits that other rankings do not have."""
     check_values(dataset, "dataset", "dimension", DIMENSIONS.__contains__, f"one of {', '.join(DIMENSIONS)}")
     check_values(dataset, "dataset", "task_type", lambda value: isinstance(value, str), "a text")
-    check_values(dataset, "dataset", "is_tie", lambda value: isinstance(value, bool), "true or false")
+    check_values(dataset, "dataset", "is_tie", lambda value: isinstance(value, bool | None), "true or false")
     check_values(dataset, "dataset", "ranking", lambda value: len(value) == 2, "of two edits")
     check_values(
         dataset, "dataset", "candidate_ids",
