@@ -269,7 +269,10 @@ class TestOptions:
             (["--report_to", "neptune", *DATA], "`pip install neptune`"),
             (["--dataset_name", "no/such/prompts"], "no file or directory 'no/such/prompts'"),
             (["--load_in_4bit", *DATA], "`--quantization`"),
-            (["--deepspeed", "zero3", *DATA], "`--accelerate_config zero2`, `zero3`"),
+            (["--deepspeed", "zero3", *DATA], "`--accelerate_config zero3`"),
+            (["--accelerate_config", "list.yaml", *DATA], "'list.yaml', but must contain settings"),
+            (["--accelerate_config", "wrong.yaml", *DATA], "'wrong.yaml', which is not YAML"),
+            (["--dataset_name", str(demo_prompts_path()), "--eval_rewards", "a,b"], "`--eval_rewards` has 'a,b'"),
             (
                 ["--dataset_name", str(demo_prompts_path()), "--rewards", "consistency", "--judge_model", "model"],
                 "image pipeline",
@@ -689,7 +692,7 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("accelerate_config: multi_gpu\nnum_processes: 4\n")
-    (tmp_path / "zero3").touch()
+    (tmp_path / "zero3").write_text("num_machines: 1\n")
     config = ["--config", "a.yaml", *DATA]
     prompts = ["evaluate", "prompts", "--num_processes", "2", *DATA]
     for words, launched in (

@@ -150,6 +150,15 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]\d+$"), None)
 
 
+def _read_yaml(option: str, name: str, path: str | Path, loader: type[yaml.SafeLoader]) -> Any:
+    """Read the file of an option."""
+    try:
+        return yaml.load(read_text(path), loader)
+    except yaml.YAMLError as error:  # which was read as a text, and has no name
+        where = str(error).replace('in "<unicode string>", ', "at ")
+        raise OptionError(f"`--{option}` is {name!r}, which is not YAML: {where}", option) from error
+
+
 def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
     """Read the options in the file of `--config`; return them, the other arguments, and the name of a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
@@ -163,11 +172,7 @@ def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | N
         )
     (name,) = namespace.config
     path = Path(find_yaml("config", name, "recipes"))
-    try:
-        config = yaml.load(read_text(path), _Loader)
-    except yaml.YAMLError as error:  # which was read as a text, and has no name
-        where = str(error).replace('in "<unicode string>", ', "at ")
-        raise OptionError(f"`--config` is {name!r}, which is not YAML: {where}") from error
+    config = _read_yaml("config", name, path, _Loader)
     if not isinstance(config, dict):
         raise OptionError(f"`--config` is {name!r}, but must contain options, such as `max_steps: 100`.")
     if flow_factory.is_flow_factory(config):
@@ -201,7 +206,12 @@ def launch(command: list[str], argv: list[str]) -> None:
     flags = []
     if file is not None:
         path = find_yaml("accelerate_config", file, "accelerate_configs")
-        settings = yaml.safe_load(read_text(path)) or {}
+        settings = _read_yaml("accelerate_config", file, path, yaml.SafeLoader)
+        if not isinstance(settings, dict):
+            message = (
+                f"`--accelerate_config` is {file!r}, but must contain settings, as `accelerate config` writes them."
+            )
+            raise OptionError(message, "accelerate_config")
         if settings.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
             message = f'`--accelerate_config {file}` requires `deepspeed`: pip install "paco_trl[deepspeed]".'
             raise OptionError(message, "accelerate_config")

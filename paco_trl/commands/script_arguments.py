@@ -322,10 +322,10 @@ def check_reward_names(script_args: RewardOptions) -> None:
         if repeated := next((name for name in names if names.count(name) > 1), None):
             message = f"`--{field}` has {repeated!r} twice. Name it once; a reward counts more by a larger weight."
             raise OptionError(message, field)
+        if commas := [name for name in names if "," in name and not os.path.exists(name.partition(":")[0])]:
+            words = " ".join(commas[0].replace(",", " ").split())
+            raise OptionError(f"`--{field}` has {commas[0]!r}. Separate rewards by spaces: `{words}`.", field)
     for name in chain(*given.values()):
-        if "," in name and not os.path.exists(name.partition(":")[0]):
-            words = " ".join(name.replace(",", " ").split())
-            raise OptionError(f"`--rewards` has {name!r}. Separate rewards by spaces: `{words}`.")
         if name.startswith(_RUBRIC):
             from ..rewards.judge_rewards import read_rubric
 

@@ -420,11 +420,10 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
             if name not in _TRACKER_PACKAGES:
                 reason = f"but must be of {', '.join(sorted(_TRACKER_PACKAGES))}, 'all' or 'none'."
             yield OptionError(f"`report_to` has {name!r}, {reason}", "report_to")
-    config = args.deepspeed
-    if isinstance(config, str) and not config.lstrip().startswith("{") and not os.path.isfile(config):
-        message = f"`deepspeed` is {config!r}, which is no file of DeepSpeed's settings. For the packaged ones use "
-        yield OptionError(f"{message}`--accelerate_config zero2`, `zero3` or `zero3_offload`.", "deepspeed")
-    elif config is not None and find_spec("deepspeed") is None:
+    if args.deepspeed in ("zero2", "zero3", "zero3_offload") and not os.path.isfile(args.deepspeed):
+        message = f"`deepspeed` is {args.deepspeed!r}, the name of a configuration of accelerate. Launch with it: "
+        yield OptionError(f"{message}`--accelerate_config {args.deepspeed}`.", "deepspeed")
+    elif args.deepspeed is not None and find_spec("deepspeed") is None:
         message = '`deepspeed` is set, but not installed: pip install "paco_trl[deepspeed]".'
         yield OptionError(message, "deepspeed")
     for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
