@@ -2,7 +2,7 @@
 """
 Distill the toy FLUX to 4 steps, train it there by PaCo-GRPO, and compare with the base trained at 8 steps.
 
-    python benchmarks/miniature/few_steps.py  # about two hours on one core
+    python benchmarks/miniature/few_steps.py  # about an hour and a half on one core
 
 The distillation is a LoRA, each of whose steps goes where four steps of the base go. "few-step model" is the base with
 this LoRA fused, like a Turbo or Lightning model. Finished runs are kept in `--work_dir`, in directories that
@@ -177,7 +177,7 @@ def distances(fused: Path, miniature: Miniature) -> dict[str, float]:
 
 
 def load_with(lora: Path, adapter: Path) -> FluxPipeline:
-    """Load the base with the few-step LoRA and a trained adapter beside it, as docs/faq.md says."""
+    """Load the base with the few-step LoRA and a trained adapter beside it, as docs/use_and_share.md does."""
     pipeline = load_toy()
     pipeline.load_lora_weights(lora, adapter_name="few_steps")
     pipeline.load_lora_weights(adapter, adapter_name="consistency")

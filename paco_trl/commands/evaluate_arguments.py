@@ -355,9 +355,10 @@ class JudgeArguments(JudgeOptions):
     template: str | None = option(
         None,
         "Question about rankings: `theme`, `criteria` or `plain`. If `None`, the one that the judge was trained on, "
-        "if its `paco_trl.json` has one, else `theme`; `plain` with the published protocol. With pairs of edits `words:editscore` and the like, as in `--rewards`, for a served "
-        "judge that answers in words; with `vc_reward` also the prompt, a YAML file of GEditBench v2, that shows it "
-        "both edits; if `None`, each edit is scored on its own by P(Yes).",
+        "if its `paco_trl.json` has one, else `theme`; `plain` with the published protocol. With pairs of edits "
+        "`words:editscore` and the like, as in `--rewards`, for a served judge that answers in words; with "
+        "`vc_reward` also the prompt, a YAML file of GEditBench v2, that shows it both edits; if `None`, each edit is "
+        "scored on its own by P(Yes).",
     )
     judge_answers: int = option(1, JUDGE_ANSWERS)
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")
