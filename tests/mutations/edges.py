@@ -732,7 +732,7 @@ EVALUATION = [
         ("[*part[hit]], *labels)", "[*part[hit]], labels[0])"),
         ('("yes", "Yes", "YES", "y", "Y"), ("no"', '("Yes",), ("no"'),
         ('dimensions & {name, "overall"}', "True"),
-        ("isinstance(value, bool)", "True"),
+        ("isinstance(value, bool | None)", "True"),
         ("len({*filter(is_text, ids)}) == len(ids) == 2", "True"),
         ('"group": index, "candidate_ids"', '"group": 0, "candidate_ids"'),
         ("if judges_edits:\n", "if False:\n"),
