@@ -250,6 +250,17 @@ def test_a_checkpoint_is_no_output_directory(tmp_path):
     check_output_dir(tmp_path / "new", [])
 
 
+def test_neither_is_a_pipeline_or_what_is_below_a_file(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    check_output_dir(tmp_path / "pipeline", [])
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a pipeline's directory"):
+        check_output_dir(tmp_path / "pipeline", [])
+    for folder in ("model_index.json", "model_index.json/run/1"):
+        with pytest.raises(ValueError, match=f"{folder}', but .*model_index.json' is a file"):
+            check_output_dir(tmp_path / "pipeline" / folder, [])
+
+
 def test_the_best_and_the_complete_ones_are_kept(tmp_path):
     paths = [make(tmp_path, step) for step in (1, 2, 3, 4)]
     (paths[3] / "weights").unlink()

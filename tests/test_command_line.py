@@ -217,8 +217,7 @@ class TestOptions:
             (["--max_steps", "abc"], "'abc'"),
             (["--config", "list.yaml"], "'list.yaml'"),
             (["--config", "none.yaml"], "flux.1-dev-24gb"),  # what there is
-            (["--config", "wrong.yaml"], "'wrong.yaml', which is not YAML"),
-            (["--config", "wrong.yaml"], "  at line 1, column 5"),  # of the file that is named once
+            (["--config", "wrong.yaml"], "'wrong.yaml', which is not YAML, line 1: expected the node content"),
             (["--config", "a.yaml", "--config=flux.1-dev-80gb", *DATA], "2 files"),
             (["--dataset_name", "no.jsonl"], "no.jsonl"),
             (["--rewards", "rednes", "--dataset_name", str(demo_prompts_path())], "`redness`"),
@@ -237,6 +236,7 @@ class TestOptions:
             (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
+            (["--output_dir", "a.yaml/run", *DATA], "'a.yaml/run', but 'a.yaml' is a file"),
             (["--seed", "-1", *DATA], "`--seed`"),
             (["--lora_rank", "8", *DATA], "Did you mean `--lora_r`?"),
             (["--lora_dropout", "0.1", *DATA], "no option `--lora_dropout`. See"),  # not `--lora_r`

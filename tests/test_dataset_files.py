@@ -215,6 +215,13 @@ class TestEncodings:
         ):
             load_image_set_prompts(tmp_path)
 
+    def test_images_without_a_text_beside_any(self, tmp_path):
+        Image.new("RGB", (8, 8)).save(tmp_path / "001.png")
+        with pytest.raises(ValueError, match="no column `prompt` among image. Put .* `001.txt` beside it"):
+            load_image_set_prompts(tmp_path)
+        write(tmp_path / "001.txt", "A fox")
+        assert load_image_set_prompts(tmp_path)["prompt"][:] == ["A fox"]
+
     def test_what_is_cut_off(self, tmp_path):
         whole = gzip.compress(b"A fox\n" * 100)
         for name, content in (("p.txt.gz", whole[:-9]), ("q.txt.gz", b"A fox"), ("p.parquet", b"PAR1 A fox")):

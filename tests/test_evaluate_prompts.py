@@ -277,7 +277,8 @@ def test_prompts_of_the_training_are_named(adapters, files, tiny_flux, tmp_path,
     words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "first", tmp_path / "second"]
     results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
     assert [each["alerts"] for each in results.values()] == [
-        ["first was trained on these prompts, at least on row 1: it may be better on these alone."] * (name == "first")
+        ["first was trained on the prompt of row 1, and maybe on others: it may be better on these alone."]
+        * (name == "first")
         for name in results
     ]
     (said,) = [message for message in caplog.messages if "was trained on" in message]

@@ -47,6 +47,8 @@ def test_as_it_was_trained(run, tmp_path):
     for asked in ({"quantization": None}, {"dtype": "bfloat16"}):
         assert not np.array_equal(draw(load_for_inference(run, **asked)[0]), image), asked
     assert pipeline_quantization(load_for_inference(run, quantization=None)[0]) is None
+    with pytest.raises(TypeError, match="`offload` is 'no'"):
+        load_for_inference(run, offload="no")  # type: ignore[arg-type]
     # Its newest model, where a later checkpoint is newer; the adapter is part of it
     base, _ = load_for_inference(pipe.name_or_path, dtype="float32", quantization="int8")
     assert not np.array_equal(draw(base), image)

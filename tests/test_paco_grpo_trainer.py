@@ -766,6 +766,7 @@ class TestBadInput:
             ("`save_total_limit` is 0", {"save_total_limit": 0}),
             ("`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 1}),
             ("`reward_weights`", {"reward_weights": [1.0, 2.0]}),
+            ("`reward_weights` is 1.0; pass one value for each of 1", {"reward_weights": 1.0}),
             ("`reward_weights`", {"reward_weights": [float("nan")]}),
             ("pissa", {"peft_config": LoraConfig(r=4, init_lora_weights="pissa")}),
             ("`lora_dropout`", {"peft_config": LoraConfig(r=4, lora_dropout=0.05)}),

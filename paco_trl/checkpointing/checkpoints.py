@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
 from ..utils.errors import OptionError
-from ..utils.files import open_weights, read_record, write_atomically
+from ..utils.files import file_on_path, open_weights, read_record, write_atomically
 from ..utils.locks import take_lock
 from ..utils.text import differences
 
@@ -235,7 +235,12 @@ def _new_run_from(checkpoint: Path) -> str:
 
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
-    """Reject a directory with files of the user that a run would overwrite or delete, or that is a checkpoint."""
+    """Reject a directory with files of the user that a run would overwrite, or that is a checkpoint or a model."""
+    if (file := file_on_path(output_dir)) is not None:
+        raise OptionError(f"`output_dir` is '{output_dir}', but '{file}' is a file. Name a directory.", "output_dir")
+    if (Path(output_dir) / "model_index.json").exists():
+        message = f"`output_dir`, '{output_dir}', is a pipeline's directory. Choose another one."
+        raise OptionError(message, "output_dir")
     if read_run(output_dir).get("files"):
         message = f"`output_dir`, '{output_dir}', is a checkpoint. Resume it with `resume_from_checkpoint` and the "
         message += "`output_dir` of its run, or choose another directory."

@@ -191,7 +191,7 @@ def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
     if row is None:
         return None
     name = public_name(spec.name)
-    return f"{name} was trained on these prompts, at least on row {row}: it may be better on these alone."
+    return f"{name} was trained on the prompt of row {row}, and maybe on others: it may be better on these alone."
 
 
 def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:

@@ -155,8 +155,10 @@ def _read_yaml(option: str, name: str, path: str | Path, loader: type[yaml.SafeL
     try:
         return yaml.load(read_text(path), loader)
     except yaml.YAMLError as error:  # which was read as a text, and has no name
-        where = str(error).replace('in "<unicode string>", ', "at ")
-        raise OptionError(f"`--{option}` is {name!r}, which is not YAML: {where}", option) from error
+        reason = str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise OptionError(f"`--{option}` is {name!r}, which is not YAML, {reason}.", option) from error
 
 
 def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from ..utils.errors import OptionError, refuse
+from ..utils.files import file_on_path
 from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors, size_errors
 from .main import launch, read_config, say
 from .options import OptionSources, config_options, declared_options
@@ -405,8 +406,8 @@ class CommandParser(argparse.ArgumentParser):
         """Find the errors of filled dataclasses, and of the namespaces in place of configs."""
         for kind, args in zip(self.options_of, parsed, strict=True):
             for name, value in vars(args).items():
-                if name.endswith("_dir") and isinstance(value, str) and os.path.isfile(value):
-                    yield OptionError(f"`--{name}` is {value!r}, which is a file. Name a directory.", name)
+                if name.endswith("_dir") and isinstance(value, str) and (file := file_on_path(value)) is not None:
+                    yield OptionError(f"`--{name}` is {value!r}, but {str(file)!r} is a file. Name a directory.", name)
                 values = value if isinstance(value, list) else [value]
                 least = 0 if "seed" in name else 1
                 if not isinstance(kind, str) and any(type(number) is int and number < least for number in values):

@@ -64,10 +64,10 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
     rows = list(_prompt_columns(dataset_or_rows) if is_dataset else dataset_or_rows)
     if not rows:
         if isinstance(dataset_or_rows, Dataset) and (names := dataset_or_rows.column_names):
-            raise ValueError(
-                f"There is no column `prompt` among {some_of(names)}. Rename the column of the texts to `prompt`, or "
-                "name the file that has it."
-            )
+            remedy = "Rename the column of the texts to `prompt`, or name the file that has it."
+            if names == ["image"]:  # a directory of images
+                remedy = "Put the prompt of `001.png` in a file `001.txt` beside it."
+            raise ValueError(f"There is no column `prompt` among {some_of(names)}. {remedy}")
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
     missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
     if missing:

@@ -191,6 +191,7 @@ def load_for_inference(
         empty if none are recorded.
 
     Raises:
+        TypeError: If `offload` is not a `bool`.
         ValueError: If no base model is named, the adapter was trained on another one, or it belongs to a judge.
 
     Example:
@@ -202,6 +203,8 @@ def load_for_inference(
     image = pipe("A red fox in the snow.", **call).images[0]
     ```
     """
+    if not isinstance(offload, bool | None):
+        raise TypeError(f"`offload` is {offload!r}; pass `True`, `False` or `None`.")
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}
     spec = read_loading_spec(adapter_or_model, model, **options)
     return spec.load(device), spec.call

@@ -40,6 +40,11 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
         raise
 
 
+def file_on_path(folder: str | Path) -> Path | None:
+    """Return the file that stands where a directory, or one of its parents, should be."""
+    return next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None)
+
+
 def open_weights(paths: Iterable[Path]) -> None:
     """Give files of weights the permissions that the umask allows: safetensors lets the owner alone read them."""
     mask = os.umask(0o077)

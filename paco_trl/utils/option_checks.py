@@ -344,7 +344,7 @@ def check_required(required: list | None, names: list[str], weights: Iterable[fl
 
 def _value_per_reward(values: list | None, default: Any, option: str, names: list[str]) -> list:
     values = [default] * len(names) if values is None else values
-    if len(values) != len(names):
+    if not isinstance(values, list | tuple) or len(values) != len(names):
         message = f"`{option}` is {values}; pass one value for each of {len(names)} rewards: {', '.join(names)}."
         raise OptionError(message, option, "rewards")
     return values

@@ -342,6 +342,17 @@ TRAINING = [
         (" and all(map(incomplete_files, checkpoints_of(output_dir))):", " and not checkpoints_of(output_dir):"),
     ),
     *_mutants(
+        "checkpointing/checkpoints.py",
+        "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
+        ('if (Path(output_dir) / "model_index.json").exists():', "if False:"),
+        ("if (file := file_on_path(output_dir)) is not None:", "if (file := None) is not None:"),
+    ),
+    *_mutants(
+        "utils/files.py",
+        "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
+        ("(Path(folder), *Path(folder).parents) if", "(Path(folder),) if"),
+    ),
+    *_mutants(
         "commands/main.py",
         "test_flow_factory.py::test_what_it_writes_is_a_file_of_this_package",
         (r"[eE][-+]\d+$", r"[eE][-+]?\d+$"),
