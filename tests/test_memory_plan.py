@@ -169,10 +169,10 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
     measured = allocated_in_a_step(trainer, 4)
     run = plan_memory(str(tiny_flux), trainer.args, prompts, LORA).run
     assert measured > 100_000
-    assert extrapolate(run.training_peak, 4, checkpointing) == pytest.approx(measured, rel=0.05)
+    assert extrapolate(run.pipeline.training_peak, 4, run.image, checkpointing) == pytest.approx(measured, rel=0.05)
     # One image less, or the other checkpointing, is no longer within it
     for size, flag in ((3, checkpointing), (4, not checkpointing)):
-        assert abs(run.training_peak(size, flag) / measured - 1) > 0.1
+        assert abs(run.pipeline.training_peak(size, run.image, flag) / measured - 1) > 0.1
 
 
 def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompts, tmp_path):
@@ -183,7 +183,7 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     measured = allocated_in_a_step(trainer, 1)
     plan = replace(plan_memory(str(folder), trainer.args, prompts, LORA), batch_size=1)
     assert device_of(plan)["activations"] == pytest.approx(measured, rel=0.15)
-    without = plan.run.training_peak(1, False)
+    without = plan.run.pipeline.training_peak(1, plan.run.image, False)
     assert without < 0.8 * measured
     assert device_of(replace(plan, quantization="nf4"))["activations"] == without
 
@@ -262,10 +262,11 @@ def test_the_optimizer_of_a_run_is_counted(make_plan, tiny_qwen, tmp_path):
     sizes |= {"rmsprop_bnb": 4, "ademamix_8bit": 3, "adamw_torch_4bit": 1, "galore_adamw_8bit": 8, "lomo": 8}
     plan = make_plan()
     judge_args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64)
-    for found in (plan, plan_memory(str(tiny_qwen), judge_args)):
+    judge_plan = plan_memory(str(tiny_qwen), judge_args)
+    for found, num_trained in ((plan, plan.run.pipeline.num_trained), (judge_plan, judge_plan.run.num_trained)):
         for found.run.args.optim, size in sizes.items():
             changed = replace(found)
-            assert device_of(changed)["optimizer"] == size * found.run.num_trained, found.run.args.optim
+            assert device_of(changed)["optimizer"] == size * num_trained, found.run.args.optim
             is_known = found.run.args.optim not in ("galore_adamw_8bit", "lomo")
             assert ("is counted as AdamW" in changed.summary()) is not is_known
 
@@ -295,11 +296,14 @@ def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_t
     args = make_trainer(num_prompts_per_generation=1, optimizer_steps_per_generation=1).args
     plan = plan_memory(str(tiny_flux), args, concatenate_datasets([prompts] * 5), LORA)
     load, mapped = plan.phases[0].host, plan.phases[0].mapped
-    one = sum(tensor.nbytes for tensor in plan.run.embeddings(plan.run.image).values())
+    one = sum(tensor.nbytes for tensor in plan.run.pipeline.embeddings(plan.run.image).values())
     assert load["embeddings"] == ROUNDS_AHEAD * one
     assert plan_memory(str(tiny_flux), args, prompts.select(range(2)), LORA).phases[0].host["embeddings"] == 2 * one
     quantized = replace(plan, quantization="int8").phases[0].host
-    for part, models in (("text encoders", plan.run.text_encoders), ("frozen weights", [plan.run.model])):
+    for part, models in (
+        ("text encoders", plan.run.pipeline.text_encoders),
+        ("frozen weights", [plan.run.pipeline.model]),
+    ):
         layers = [layer for model in models for layer in quantized_layers(model, "int8")]
         saved = sum(layer.weight.nbytes - layer.weight.numel() for layer in layers)
         assert mapped[part] - quantized[part] == saved > 0 and part not in load
@@ -383,7 +387,10 @@ def test_an_evaluation_is_that_of_its_rows(make_trainer, tiny_flux, tiny_qwen, p
         uses, run = device_of(plan, "evaluate"), plan.run
         assert uses["activations of the judge"] == run.judges[0].peak(8, judge_tokens(pixels, QUESTION_TOKENS))
         size = plan.run.args.per_device_eval_batch_size
-        peaks = [extrapolate(peak, size, run.eval_image, None) for peak in (run.step_peak, run.decoding_peak)]
+        peaks = [
+            extrapolate(peak, size, run.eval_image, None)
+            for peak in (run.pipeline.step_peak, run.pipeline.decoding_peak)
+        ]
         assert uses["activations"] == max(peaks)
     for before, after in zip(same.commands, found.commands, strict=True):
         assert (after.total > before.total) is ("rewards" in after.device or "activations" in after.device)
@@ -406,12 +413,12 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     for way in ("independent", "anchored"):
         plan = plan_memory(model, replace(args, panel_generation=way), sets, LORA, eval_dataset=sets)
         plan = replace(plan, vae_tiling=True)
-        tokens[way] = plan.run.transformer_calls(1)[0]["hidden_states"].shape[1]
+        tokens[way] = plan.run.pipeline.transformer_calls(1, plan.run.image)[0]["hidden_states"].shape[1]
         trained[way] = sum(device_of(plan).values())
         found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
     assert tokens["anchored"] == 2 * tokens["independent"] and trained["anchored"] > trained["independent"]
     # It is encoded without tiles, unlike what is decoded
-    encoded = plan.run.first_panel_peak(plan.run.image)
+    encoded = plan.run.pipeline.first_panel_peak(plan.run.image)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
@@ -430,7 +437,7 @@ def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, mode
 
 def test_all_weights_and_the_reference(make_plan):
     plan = make_plan(peft_config=None, ema_decay=0.9, beta=0.01)
-    weights = weights_bytes(plan.run.model, trainable=True)
+    weights = weights_bytes(plan.run.pipeline.model, trainable=True)
     for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
         assert device_of(plan)[part] == factor * weights
 
@@ -441,7 +448,7 @@ def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, m
     options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter=str(tmp_path))
     for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
         run = image_plan(options, make_trainer(**settings).args, prompts).run
-        assert run.reference_bytes == copies * weights_bytes(run.model, trainable=True)
+        assert run.reference_bytes == copies * weights_bytes(run.pipeline.model, trainable=True)
 
 
 def test_a_plan_is_a_table(tiny_qwen, tmp_path):
@@ -462,9 +469,10 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
 def test_the_plan_is_silent_about_long_prompts(make_plan, caplog):
     """The prompts are longer than the tokenizers read, which a check of their own says."""
     run = make_plan().run
-    run.embeddings(run.image)
+    run.pipeline.embeddings(run.image)
     assert not caplog.messages
-    run.family.encode_prompt(run.pipeline, run.image.prompt, torch.device("cpu"), [], 1.0)
+    planned = run.pipeline
+    planned.family.encode_prompt(planned.pipeline, run.image.prompt, torch.device("cpu"), [], 1.0)
     assert "was truncated" in caplog.text
 
 

@@ -326,7 +326,7 @@ MUTANTS = [
     (F + "flux.py", "        return image\n", "        return self.prepare_image(pipeline, image, 1.0)\n", SETS + " -k 'users_calls and kontext'"),
     (T + "checks.py", "if size > 1 and rows.is_anchored and not family.batches_sources:", "if False:", SETS + " -k 'TestAnchored and refused'"),
     ("paco_trl/generation/grids.py", "panels[0] if is_anchored and panel else []", "[]", "tests/test_generate_grids.py -k first_image"),
-    ("paco_trl/planning/image_run.py", "        if image.rows.is_anchored:\n", "        if False:\n", "tests/test_memory_plan.py -k first_panel"),
+    ("paco_trl/planning/planned_pipeline.py", "        if image.rows.is_anchored:\n", "        if False:\n", "tests/test_memory_plan.py -k first_panel"),
     (P + "policy.py", "initial_keys=[sample.initial_noise_key for", "initial_keys=[sample.noise_key for", SETS + "::test_initial_noise"),
     (T + "round_schedule.py", "is_counted = taking_part[completion.number] and", "is_counted =", SETS + "::test_none_for_a_panel_leaves_out_the_set"),
     (T + "round_schedule.py", "if spare > self.plan.num_prompts / 4:", "if spare > self.plan.num_prompts:", SETS + "::test_what_is_generated_in_vain_is_told"),

@@ -1089,7 +1089,7 @@ SEPARATE_SETS = [
         ("others = _T2IS_ONLY if is_gedit else _GEDIT_ONLY\n", "others = ()\n"),
     ),
     *_mutants(
-        "planning/image_run.py",
+        "planning/planned_pipeline.py",
         "test_memory_plan.py::test_the_longest_prompt_is_that_of_an_image",
         ("len(prompt.prompt))", "len(rows.prompts[prompt.row_number]))"),
     ),
@@ -1133,8 +1133,8 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/image_run.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
-        ("max(step, self.first_panel_peak(image))", "step"),
-        ("1 if rows.is_anchored and not self.family.batches_sources else ", ""),
+        ("max(step, self.pipeline.first_panel_peak(image))", "step"),
+        ("1 if is_single else ", ""),
     ),
     *_mutants(
         "image_benchmarks/comparison_app.py",
