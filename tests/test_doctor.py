@@ -422,6 +422,18 @@ class TestMemory:
         assert ("The largest micro-batch that fits: " in row.finding) == (total == 1.2)
         assert row.table.row_count == 6 + 4
 
+    def test_checkpointing_that_nothing_needs(self, tiny_plan):
+        plan = replace(tiny_plan, gradient_checkpointing=True, batch_size=64)
+        without = replace(plan, gradient_checkpointing=False)
+        assert without.peak > 1.2 * plan.peak
+        for planned, total, is_told in (
+            (plan, without.peak, True),
+            (plan, plan.peak, False),
+            (without, plan.peak, False),
+        ):
+            finding = doctor.memory_row(planned, int(1.12 * total)).finding
+            assert ("`--gradient_checkpointing False` saves" in finding) == is_told
+
     def test_only_settings_that_can_save_memory_are_named(self, tiny_plan, tiny_flux, tiny_qwen, prompts):
         names = (
             "vae_tiling",

@@ -468,6 +468,11 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         advice = f"What saves memory: {savings}."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
+        if plan.gradient_checkpointing and replace(plan, gradient_checkpointing=False).peak <= limit:
+            lines.append(
+                "It fits without gradient checkpointing, too: `--gradient_checkpointing False` saves one forward of each "
+                "trained step."
+            )
     if total is not None and (large_commands := [phase.name for phase in plan.commands if phase.total > limit]):
         names = ", ".join(f"`paco-trl {name}`" for name in large_commands)
         lines.append(f"With the trained model, {names} takes more than that. See the row, and `--quantization` there.")
