@@ -128,6 +128,8 @@ class TestStages:
         assert report["pairs"]["splits"]["train"]["consistent"] == 3 * 3 * 6
         assert report["ranking"]["annotators"]["automatic"]["ranked"] == 180
         assert "consistent" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=r"other settings: test_size: 0.4, now 0.2"):
+            generated("pairs", test_size=0.2)  # a judge may have been trained on what it would hold out
         # As the script that trains a judge loads it; the copy names the images of the original
         generated("panels")
         generated("pairs", test_size=0.4)

@@ -236,6 +236,9 @@ class TestOptions:
             (["--use_peft", "False", "--lora_r", "8", *DATA], "--lora_r"),
             (["--eval_rewards", "redness", *DATA], "--eval_rewards"),
             (["--output_dir", "a.yaml", *DATA], "a file"),
+            (["--dataset_name", ""], "`--dataset_name` is empty"),
+            (["--output_dir", "", *DATA], "`--output_dir` is empty"),
+            (["--config", "empty.yaml", *DATA], "`--hub_model_id` is empty"),
             (["--output_dir", "a.yaml/run", *DATA], "'a.yaml/run', but 'a.yaml' is a file"),
             (["--seed", "-1", *DATA], "`--seed`"),
             (["--lora_rank", "8", *DATA], "Did you mean `--lora_r`?"),
@@ -295,6 +298,7 @@ class TestOptions:
         (tmp_path / "a.yaml").write_text("max_steps: 3\nmax_stepz: 3\n")
         (tmp_path / "list.yaml").write_text("- max_steps\n")
         (tmp_path / "wrong.yaml").write_text("a: [")
+        (tmp_path / "empty.yaml").write_text("hub_model_id: ''\nnegative_prompt: ''\n")
         monkeypatch.chdir(tmp_path)
         (tmp_path / "lora").mkdir()
         (tmp_path / "lora" / "adapter_config.json").write_text("{}")
@@ -311,6 +315,7 @@ class TestOptions:
         shown = capsys.readouterr().err
         assert code == 2 or code == 1 and shown.startswith("paco-trl grpo: ")
         assert named in shown and "Traceback" not in shown and not (tmp_path / "out").exists()
+        assert "`--negative_prompt` is empty" not in shown
 
     def test_a_wrong_value_in_a_file_is_no_contradiction(self, tiny_flux, tmp_path):
         """Without the typed `--sde_steps` another error would hide this one."""
@@ -704,7 +709,7 @@ def test_options_of_accelerate_replace_the_process(monkeypatch, tmp_path):
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)
         assert main.main(["grpo", *words, *config]) == 0
         assert started.pop()[1:] == [
-            "-m", "accelerate.commands.launch", *launched, "-m", "paco_trl.commands.main", "grpo", *config,
+            "-m", "paco_trl.commands.launcher", *launched, "-m", "paco_trl.commands.main", "grpo", *config,
         ]  # fmt: skip
     assert main.main(prompts) == 1 and not started  # launched already
     del os.environ["PACO_TRL_IS_LAUNCHED"]

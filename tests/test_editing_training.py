@@ -347,7 +347,9 @@ class TestModelErrors:
     def test_a_source_that_the_pipeline_refuses(self, klein, tmp_path, width, height):
         good = ("Paint it red.", picture(64, 512, 0))
         make(klein, edits(good, good), tmp_path)
-        with pytest.raises(ValueError, match=f"Row 1 of the dataset: its source image has {width} x {height}, but"):
+        with pytest.raises(
+            ValueError, match=f"Row 1 of the dataset: a source image has {width} x {height} pixels, but .* Replace it"
+        ):
             make(klein, edits(good, ("Paint it red.", picture(width, height, 1))), tmp_path)
 
     def test_more_sources_than_the_pipeline_takes(self, klein, tmp_path):

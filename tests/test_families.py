@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 
+from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.rollout import (
     FAMILIES,
     EncodedImage,
@@ -772,8 +773,20 @@ class TestSizesOfSources:
         image = Image.new("RGB", size)
         with pytest.raises(ValueError, match=message):
             setup.generate_plain(image=image)
-        with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]}, but FLUX.2"):
+        with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]} pixels, but FLUX.2"):
             setup.family.check_image_size(*size)
+        separate = {"layout": "separate", "theme": "A fox.", "panels": ["It runs.", "It sleeps."]}
+        options = {"height": 96, "width": 96, "resolution_scale": 0.5, "guidance_scale": 1.0, "negative_prompt": None}
+        options |= {"set_layout": "separate", "panel_template": "{panel} {theme}"}
+        sets = complete_image_sets(Dataset.from_list([separate]))
+        for generation, refused in (("anchored", True), ("independent", False)):
+            rows = PromptRows(sets, SimpleNamespace(**options, panel_generation=generation), "the sets")
+            with (
+                pytest.raises(ValueError, match="Row 0 .* 48 x 48 .* set's first panel: raise")
+                if refused
+                else nullcontext()
+            ):
+                rows.measure(setup.policy.pipeline, setup.family)
         for taken in ((64, 200), (800, 100)):
             setup.family.check_image_size(*taken)
 

@@ -9,9 +9,10 @@ import torch
 from hub_server import HubServer
 from paco_trl import PaCoReward, generation
 from paco_trl.commands.merge import MergeArguments, merge
+from paco_trl.data import load_image_set_prompts
 from paco_trl.rewards import ClipTReward
 from paco_trl.rollout.adapters import SavedAdapter
-from paco_trl.rollout.loading import load_pipeline
+from paco_trl.rollout.loading import load_pipeline, read_index
 from paco_trl.utils.names import check_model_name
 
 
@@ -53,6 +54,19 @@ def test_a_hub_that_cannot_be_reached(name, tmp_path):
         with pytest.raises(ConnectionError, match=r"model makers/base \(.*refused"):
             LOADERS[name]("makers/base")
         hub.start()
+
+
+@pytest.mark.parametrize(("index", "message"), [("{}", "has no `_class_name`"), ("[", "cannot be read: .*JSON")])
+def test_an_index_that_is_none(tmp_path, index, message):
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ValueError, match=f"The model_index.json of '{tmp_path}' {message}"):
+        read_index(str(tmp_path), {})
+
+
+def test_an_empty_name():
+    for read in (check_model_name, load_image_set_prompts):
+        with pytest.raises(ValueError, match="name of the .* is empty"):
+            read("")
 
 
 def test_what_is_a_path(tmp_path, monkeypatch):

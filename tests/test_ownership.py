@@ -102,6 +102,21 @@ class TestSaving:
         again = files_in(folder)
         assert again.keys() == after.keys() and again["images/0.png"] == after["images/0.png"]
 
+    def test_what_was_written_into_the_card(self, trained, tmp_path, caplog):
+        folder = tmp_path / "model"
+        card, copy = folder / "README.md", folder / "README.before-1.md"
+        for _ in range(2):
+            trained.save_model(folder)
+        assert not copy.exists() and not caplog.messages
+        for number in (1, 2):
+            rendered = card.read_text()
+            card.write_text(edited := f"{rendered}\nMy own words {number}.\n")
+            for _ in range(2):
+                trained.save_model(folder)
+            assert card.read_text() == rendered
+            assert (folder / f"README.before-{number}.md").read_text() == edited
+        assert len([message for message in caplog.messages if "keeps it" in message]) == 2
+
     def test_beside_what_was_saved(self, trained, tmp_path):
         trained.save_model(tmp_path / "model")
         before = plant(tmp_path / "model", "evaluation.png")

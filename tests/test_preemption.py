@@ -381,7 +381,7 @@ class TestCommands:
         (latest, *_), printed = checkpoints_of(tmp_path / "out"), (tmp_path / "log").read_text()
         assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
         assert "on 2 process(es)" in printed and re.search(r"^ *step +redness +size ", printed, re.MULTILINE)
-        assert not incomplete_files(latest)
+        assert not incomplete_files(latest) and "Traceback" not in printed
 
 
 class TestSlurm:

@@ -134,6 +134,10 @@ def test_a_pipeline_is_no_judge(workspace, tiny_flux, tmp_path):
     words = ["--model_name_or_path", str(tiny_flux), "--dataset_name", "user/is-not-read"]
     with pytest.raises(ValueError, match="is an image pipeline, no vision-language model"):
         run_here(workspace, tmp_path / "out", *words)
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="judge' is an adapter. To go on from it, merge it .* `paco-trl merge"):
+        run_here(workspace, tmp_path / "out", "--model_name_or_path", str(tmp_path / "judge"), *words[2:])
     assert not (tmp_path / "out").exists()
     args = PaCoRewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="is an image pipeline, no vision-language model, as a judge must be.$"):

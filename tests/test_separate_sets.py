@@ -132,7 +132,9 @@ class TestData:
         [
             (row_of(0, 2) | {"theme": None}, "theme"),
             (row_of(0, 2) | {"panels": ["One.", ""]}, "panels"),
-            (row_of(0, 2) | {"layout": "seperate"}, "rows"),
+            (row_of(0, 2) | {"layout": "seperate"}, "`layout` of row 0 is 'seperate'; it must be 'separate'"),
+            ({"layout": "separate", "theme": "A fox."}, "`panels` of row 0 is None"),
+            (row_of(0, 2) | {"panels": "One."}, "`panels` of row 0 is 'One.'. It must be a list"),
             (row_of(0, 4) | {"rows": 2, "cols": 2}, "rows=2"),
         ],
     )

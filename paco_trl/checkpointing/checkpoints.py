@@ -236,6 +236,8 @@ def _new_run_from(checkpoint: Path) -> str:
 
 def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
     """Reject a directory with files of the user that a run would overwrite, or that is a checkpoint or a model."""
+    if not os.fspath(output_dir):
+        raise OptionError("`output_dir` is empty. Name a directory.", "output_dir")
     if (file := file_on_path(output_dir)) is not None:
         raise OptionError(f"`output_dir` is '{output_dir}', but '{file}' is a file. Name a directory.", "output_dir")
     if (Path(output_dir) / "model_index.json").exists():

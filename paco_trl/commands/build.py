@@ -170,7 +170,10 @@ def rank(args: arguments.RankArguments) -> None:
 
 # 5. Pairs and held-out rankings
 def make_pairs(args: arguments.PairsArguments) -> None:
-    """Convert rankings to pairs, and hold some rankings out."""
+    """Convert rankings to pairs, and hold some rankings out. More rankings make new pairs, another split does not."""
+    split = {name: getattr(args, name) for name in ("test_size", "max_rankings", "num_negatives", "seed")}
+    folder = stage(args, "pairs", split)
+    held_out = stage(args, "rankings")
     instances = result(args, "instances")
     panels = result(args, "panels")
     prompts = grid_prompts(args)
@@ -185,8 +188,6 @@ def make_pairs(args: arguments.PairsArguments) -> None:
         "by": sorted(set(kinds.values())),
         "judges": [name for name, kind in kinds.items() if kind == "judge"],
     }
-    folder = stage(args, "pairs")
-    held_out = stage(args, "rankings")
     folder.finish(pairs, {"ranking": ranking, "pairs": counts})
     pairs_sheet(pairs["train"], folder.path / "sample.png")
     if rankings is None:

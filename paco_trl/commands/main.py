@@ -228,7 +228,7 @@ def launch(command: list[str], argv: list[str]) -> None:
         "PET_SHUTDOWN_TIMEOUT", "300"
     )  # seconds for an optimizer step and a checkpoint; the default is 30
     os.environ[_IS_LAUNCHED] = "1"  # since its processes read the same `--config`
-    argv = ["accelerate.commands.launch", *flags, "-m", "paco_trl.commands.main", *command, *remaining]
+    argv = ["paco_trl.commands.launcher", *flags, "-m", "paco_trl.commands.main", *command, *remaining]
     os.execv(sys.executable, [sys.executable, "-m", *argv])
 
 

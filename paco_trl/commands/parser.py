@@ -357,6 +357,10 @@ class CommandParser(argparse.ArgumentParser):
             message = f"`num_processes` is {count!r}; it must be a whole number from 1 on."
             self.errors.append(OptionError(message, "num_processes"))
             self.launching["num_processes"] = None
+        for name, value in (in_file | typed).items():
+            if value == "" and "prompt" not in name and "template" not in name:
+                message = f"`--{name}` is empty. Give a value, or leave the option out; the shell makes an unset variable empty."
+                self.errors.append(OptionError(message, name))
         sources = OptionSources(typed, in_file, recipe)
         sources.leave_out(self.find_foreign(in_file))
         if self.errors:  # a misspelled option may be the one that is missing

@@ -115,6 +115,11 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
         message = f"'{model}' is an image pipeline, no vision-language model, from which a judge is trained. Give "
         message += "one, such as Qwen/Qwen2.5-VL-7B-Instruct."
         yield OptionError(message, "model_name_or_path")
+    elif (Path(script_args.model_name_or_path) / "adapter_config.json").is_file():
+        model = script_args.model_name_or_path
+        message = f"'{model}' is an adapter. To go on from it, merge it into its base: `paco-trl merge {model} "
+        message += "--output_dir DIRECTORY`, and give the directory."
+        yield OptionError(message, "model_name_or_path")
     if script_args.load_in_4bit and script_args.load_in_8bit:
         message = "`--load_in_4bit` and `--load_in_8bit` exclude each other. Leave one out."
         yield OptionError(message, "load_in_4bit", "load_in_8bit")

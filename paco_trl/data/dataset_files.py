@@ -66,6 +66,8 @@ def load_split(
     config: str | None = None,
 ) -> Dataset:
     """Load a split of a dataset, file or saved dataset. The columns `images` become images, see [`image_file`]."""
+    if not os.fspath(path):
+        raise ValueError("The name of the dataset is empty. Give a file, a directory, or a Hub id.")
     path = DEMO_FILE if path == DEMO and not os.path.exists(DEMO) else path
     folder = Path(os.path.expanduser(path)).absolute()
     folders = [folder.parent if folder.is_file() else folder] if folder.exists() else []

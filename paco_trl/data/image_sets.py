@@ -158,8 +158,17 @@ def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     is_bare = all(row.get(name) is None for name in GRID_COLUMNS)
     prompt: Any = row.get("prompt")
-    if row.get("layout") == SEPARATE:  # as if the panels were side by side
-        panels = row.get("panels") or []
+    layout = row.get("layout")
+    if layout not in (None, SEPARATE) and prompt is None:
+        raise ValueError(
+            f"`layout` of row {index} is {shorten(layout)}; it must be '{SEPARATE}', or left out for a grid."
+        )
+    if layout == SEPARATE:  # as if the panels were side by side
+        panels = row.get("panels")
+        if not isinstance(panels, list | tuple) or not panels:
+            raise ValueError(
+                f"`panels` of row {index} is {shorten(panels)}. It must be a list with a text for each image."
+            )
         values = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels) or 1}
     elif "prompt" in row and (is_bare or row.get("theme") is None):
         _check_prompt(index, prompt)
@@ -271,7 +280,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
     dataset = load_split(path_or_id, split, ["references"], config=config)
-    if "layout" in dataset.column_names and "panels" not in dataset.column_names:
+    if {"layout", "prompt"} <= {*dataset.column_names} and "panels" not in dataset.column_names:
         dataset = cast(Dataset, convert_t2is(dataset))
     if dataset.column_names == ["text"]:
         path = Path(path_or_id).expanduser()

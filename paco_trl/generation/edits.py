@@ -126,7 +126,7 @@ def check_sources(
                 if family is not None:
                     family.check_image_size(width, height)
         except ValueError as error:
-            raise ValueError(f"The prompt {key!r}: {error}") from error
+            raise ValueError(f"The prompt {key!r}: {error} Replace it, or leave the row out.") from error
 
 
 def _size_arguments(

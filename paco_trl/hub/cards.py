@@ -2,8 +2,10 @@
 """Rendering of cards as Markdown with the Hub's metadata."""
 
 import glob
+import itertools
 import json
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +20,15 @@ from PIL.Image import Image
 from ..data import demo_prompts_path, theme_question
 from ..utils.files import open_weights, read_template, write_atomically
 from ..utils.images import to_png
+from ..utils.logs import get_logger
 from ..utils.model_files import SETTINGS
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .files import JUDGE_PICTURES, PICTURES, foreign_files, saved_pictures, select_files
-from .settings import ImageModelCard, JudgeCard, save_settings
+from .settings import ImageModelCard, JudgeCard, load_settings, save_settings
 
+
+logger = get_logger(__name__)
 
 # Marks where evaluations add their results to a card
 RESULTS = "<!-- results -->"
@@ -98,6 +103,7 @@ def saving_with_card(
     Old files are deleted rather than overwritten: a pending upload may hard-link to them.
     """
     folder, old_pictures = Path(folder), saved_pictures(folder) or set()
+    _keep_edited(folder)
     for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
         is_old_picture = name in old_pictures - {*card.pictures}
         if is_old_picture or not name.endswith(".png") and name != SETTINGS:
@@ -111,6 +117,20 @@ def saving_with_card(
         elif picture.resolve() != (folder / name).resolve():
             write_atomically(folder / name, picture.read_bytes(), durable=False)
     write_atomically(folder / "README.md", str(render_card(card)), durable=False)
+
+
+def _keep_edited(folder: Path) -> None:
+    """Keep a copy of a card in which somebody has written, or which has results of a model that is replaced."""
+    path = folder / "README.md"
+    card = load_settings(folder) if path.is_file() else None
+    if card is None or path.read_text("utf-8") == str(render_card(card)):
+        return
+    copies = (folder / f"README.before-{number}.md" for number in itertools.count(1))
+    copy = next(copy for copy in copies if not copy.exists())
+    shutil.copyfile(path, copy)
+    logger.warning(
+        f"'{path}' has text that its {SETTINGS} does not give. The new card replaces it; '{copy}' keeps it."
+    )
 
 
 def card_for(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:

@@ -181,8 +181,15 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
     """Return a pipeline's index file; refuse one that cannot be read."""
     check_model_name(model)
     try:
-        return DiffusionPipeline.load_config(model, **hub_arguments(model_init_kwargs))
+        index = DiffusionPipeline.load_config(model, **hub_arguments(model_init_kwargs))
+        if "_class_name" not in index:
+            raise ValueError(
+                f"The model_index.json of '{model}' has no `_class_name`: it is no pipeline of diffusers."
+            )
+        return index
     except OSError as error:
+        if os.path.isfile(os.path.join(model, "model_index.json")):
+            raise ValueError(f"The model_index.json of '{model}' cannot be read: {error}") from error
         files = ("adapter_config.json", "pytorch_lora_weights.safetensors")
         if any(os.path.isfile(os.path.join(model, name)) for name in files):
             raise ValueError(

@@ -164,7 +164,8 @@ class PromptRows:
             for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
         for row_number in filter(self._has_first_panel, range(len(self))):
-            with self.add_row_to_errors(row_number):
+            remedy = "This is the set's first panel: raise `height`, `width` or `resolution_scale`, or change "
+            with self.add_row_to_errors(row_number, remedy + "`panel_generation`."):
                 for height, width in (self.inference_sizes[row_number], self.training_sizes[row_number]):
                     family.check_image_size(width, height)
         return self
@@ -190,15 +191,15 @@ class PromptRows:
         return [] if self.sources is None else self.sources.load(row_number)
 
     @contextmanager
-    def add_row_to_errors(self, row_number: int) -> Iterator[None]:
-        """Name the row in a `ValueError` that is raised within the context."""
+    def add_row_to_errors(self, row_number: int, remedy: str = "") -> Iterator[None]:
+        """Name the row, and a remedy, in a `ValueError` that is raised within the context."""
         try:
             yield
         except ValueError as error:
             name = f"Row {row_number} of {self.where}"
             if str(error).startswith(name):
                 raise
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{name}: {error} {remedy}".rstrip()) from error
 
     def _column(self, name: str, default: Any = None) -> list:
         values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)
@@ -228,7 +229,7 @@ class PromptRows:
                     f"Row {row_number} of {self.where} has {count} source image(s){besides}, but {name} takes "
                     f"{taken}. Leave images out, or choose another pipeline.{hint}"
                 )
-            with self.add_row_to_errors(row_number):
+            with self.add_row_to_errors(row_number, "Replace it, or leave the row out."):
                 for width, height in sizes:
                     family.check_image_size(width, height)
 

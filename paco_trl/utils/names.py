@@ -57,6 +57,8 @@ def check_adapter_name(name: str) -> None:
 def check_model_name(name: str | Path) -> None:
     """Raise an error for a name that is neither a directory nor a Hub id; libraries would only speak of the id."""
     name = os.fspath(name)
+    if not name:
+        raise ValueError("The name of the model is empty. Give a directory, or a Hub id, `user/name`.")
     if os.path.isdir(name) or not is_local(name) and name.count("/") == 1 and not name.endswith(".safetensors"):
         return
     parent, last = os.path.split(os.path.expanduser(name))

@@ -348,6 +348,29 @@ TRAINING = [
         ("if (file := file_on_path(output_dir)) is not None:", "if (file := None) is not None:"),
     ),
     *_mutants(
+        "hub/cards.py",
+        "test_ownership.py::TestSaving::test_what_was_written_into_the_card",
+        ("    _keep_edited(folder)\n", ""),
+        (' or path.read_text("utf-8") == str(render_card(card))', ""),
+        ("copy for copy in copies if not copy.exists()", "copies"),
+    ),
+    *_mutants(
+        "commands/launcher.py",
+        "test_preemption.py::TestCommands::test_a_launcher_passes_it_on",
+        ("except SignalException as error:", "except KeyError as error:"),
+    ),
+    *_mutants(
+        "commands/parser.py",
+        "test_command_line.py::TestOptions::test_refused",
+        ('if value == "" and "prompt" not in name', 'if value == ""'),
+        ("for name, value in (in_file | typed).items():", "for name, value in typed.items():"),
+    ),
+    *_mutants(
+        "commands/build.py",
+        "test_build_dataset.py::TestStages::test_from_prompts_to_pairs",
+        ('("test_size", "max_rankings", "num_negatives", "seed")', '("max_rankings", "num_negatives", "seed")'),
+    ),
+    *_mutants(
         "utils/files.py",
         "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
         ("(Path(folder), *Path(folder).parents) if", "(Path(folder),) if"),

@@ -48,8 +48,8 @@ class Flux2Family(Family):
     def check_image_size(self, width, height):
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
-                f"its source image has {width} x {height}, but FLUX.2 takes none with a side under {MIN_SIDE} pixels "
-                f"or an aspect ratio above {MAX_RATIO}. Replace it, or leave the row out."
+                f"a source image has {width} x {height} pixels, but FLUX.2 takes none with a side under {MIN_SIDE} "
+                f"or an aspect ratio above {MAX_RATIO}."
             )
 
     def prepare_image(self, pipeline, image, scale):
