@@ -298,6 +298,7 @@ class TestWritten:
                 for before, after in zip(few[name]["completion"], split["completion"], strict=True):
                     assert after[0]["content"].startswith(before[0]["content"] + ". Both have")
         # Other pairs have no reasons: what is published would not fit together
+        shutil.rmtree(tmp_path / "build" / "pairs")
         planted("pairs", test_size=0.4, seed=1)
         for stage, options in (("publish", {"hub_model_id": "user/name"}), ("reasons", {"base_url": server.url})):
             with pytest.raises(ValueError, match="other pairs|pairs: "):

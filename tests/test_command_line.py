@@ -217,6 +217,7 @@ class TestOptions:
             (["--max_steps", "abc"], "'abc'"),
             (["--config", "list.yaml"], "'list.yaml'"),
             (["--config", "none.yaml"], "flux.1-dev-24gb"),  # what there is
+            (["--config", "--max_steps", "3", *DATA], "`--config` lacks its value"),
             (["--config", "wrong.yaml"], "'wrong.yaml', which is not YAML, line 1: expected the node content"),
             (["--config", "a.yaml", "--config=flux.1-dev-80gb", *DATA], "2 files"),
             (["--dataset_name", "no.jsonl"], "no.jsonl"),

@@ -215,6 +215,7 @@ class TestValues:
             ({"sde_steps": [1.0, 2.0]}, r"`sde_steps` is \[1.0, 2.0\]; it must be whole numbers"),
             ({"epsilon": math.nan}, "epsilon"),
             ({"learning_rate": math.inf}, "`learning_rate` is inf; it must be a finite number"),
+            ({"learning_rate": "1e-3"}, "`learning_rate` is '1e-3'; it must be a number at least 0"),
             ({"num_train_epochs": math.inf}, "`num_train_epochs` is inf; it must be a finite number"),
             *(({name: -0.1}, f"`{name}` is -0.1.*at least 0") for name in ("beta", "guidance_scale")),
             *(({name: 0.0}, f"`{name}` is 0.0.*above 0") for name in ("advantage_clip", "ratio_tolerance")),

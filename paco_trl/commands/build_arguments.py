@@ -235,6 +235,9 @@ class PairsArguments(BuildArguments):
 
     def errors(self) -> Iterator[OptionError]:
         """Yield errors of contradictory options."""
+        if not 0 <= self.test_size < 1:
+            message = f"`--test_size` is {self.test_size}; it must be a fraction of the prompts, from 0 to below 1."
+            yield OptionError(message, "test_size")
         if self.test_size == 0:
             yield from find_unused(self, ["max_rankings"], "with `--test_size 0`", "test_size")
 

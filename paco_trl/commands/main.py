@@ -164,10 +164,12 @@ def _read_yaml(option: str, name: str, path: str | Path, loader: type[yaml.SafeL
 def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], str | None]:
     """Read the options in the file of `--config`; return them, the other arguments, and the name of a recipe."""
     parser = ArgumentParser(prog="paco-trl", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--config", action="append", nargs="?", default=[])
     namespace, remaining = parser.parse_known_args(argv)
     if not namespace.config:
         return {}, remaining, None
+    if None in namespace.config:
+        raise OptionError("`--config` lacks its value: a file, or the name of a recipe, such as flux.1-dev-24gb.")
     if len(namespace.config) > 1:
         raise OptionError(
             f"`--config` names {len(namespace.config)} files. Pass one, and other options on the command line."

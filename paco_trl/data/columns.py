@@ -32,6 +32,8 @@ def column_types(**types: Any) -> Features:
 
 def check_is_dataset(dataset: Any, name: str, required: Sequence[str] = ()) -> None:
     """Check that an object is a loaded dataset with rows and the required columns."""
+    if dataset is None:
+        raise TypeError(f"`{name}` is missing. Pass a `datasets.Dataset`.")
     if not isinstance(dataset, Dataset):
         type_name = type(dataset).__name__
         raise TypeError(

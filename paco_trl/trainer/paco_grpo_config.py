@@ -406,7 +406,7 @@ class PaCoGRPOConfig(GRPOConfig):
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         complete_config(self)
         logger.warning(
-            f"The dataset has {count} prompts, fewer than the {DEFAULT_PROMPTS} of a round by default: "
+            f"The dataset has {count} prompt(s), fewer than the {DEFAULT_PROMPTS} of a round by default: "
             f"{plan.summary()}"
         )
 

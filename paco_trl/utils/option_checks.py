@@ -386,7 +386,8 @@ def _out_of_range(
             except (TypeError, ValueError):  # a value of another type, or None
                 fits = False
             if not fits:  # NaN is not either
-                yield OptionError(f"`{name}` is {value!r}; it must be {rule}.", name)
+                is_bound = isinstance(value, str) and rule.startswith(("at least", "above", "between", "in ("))
+                yield OptionError(f"`{name}` is {value!r}; it must be {'a number ' * is_bound}{rule}.", name)
                 setattr(args, name, defaults[name])
 
 
