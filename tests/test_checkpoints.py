@@ -254,8 +254,15 @@ def test_neither_is_a_pipeline_or_what_is_below_a_file(tmp_path):
     (tmp_path / "pipeline").mkdir()
     check_output_dir(tmp_path / "pipeline", [])
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a pipeline's directory"):
+    with pytest.raises(ValueError, match="is the directory of a model"):
         check_output_dir(tmp_path / "pipeline", [])
+    for name in ("config.json", "scheduler_config.json", "tokenizer_config.json"):
+        (part := tmp_path / name.removesuffix(".json")).mkdir()
+        (part / name).write_text("{}")
+        with pytest.raises(ValueError, match="is the directory of a model"):
+            check_output_dir(part, [])
+        begin_output_dir(part)  # of a run, such as a judge's
+        check_output_dir(part, [])
     for folder in ("model_index.json", "model_index.json/run/1"):
         with pytest.raises(ValueError, match=f"{folder}', but .*model_index.json' is a file"):
             check_output_dir(tmp_path / "pipeline" / folder, [])

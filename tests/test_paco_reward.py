@@ -26,6 +26,7 @@ from other_judges import INDEPENDENT_JUDGE, OTHER_JUDGES, build_other_judge, fir
 from paco_trl import PaCoReward
 from paco_trl.data import criterion_question, shows_question, t2is_bench_question, theme_question
 from paco_trl.rewards import ServedJudge, paco_reward
+from paco_trl.rewards.judge import broadcast_questions
 from paco_trl.rewards.prefix_sharing import order_for_sharing
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.utils.fingerprint import weights_fingerprint
@@ -675,3 +676,10 @@ class TestTemplates:
             assert tokenizer("Same?").input_ids[0] == tokenizer.pad_token_id
             assert judge.score(pairs, SHORT) == expected
             tokenizer._tokenizer.post_processor = before
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_questions_that_are_none(prompts):
+    assert broadcast_questions("Same?", 2, lambda text: []) == ["Same?", "Same?"]
+    with pytest.raises(TypeError, match=f"`prompts` is {prompts}; it must be a question"):
+        broadcast_questions(prompts, 2, lambda text: [])

@@ -20,6 +20,7 @@ from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, RUN_OUTPUTS, foreign_files, 
 from ..utils.errors import OptionError
 from ..utils.files import file_on_path, open_weights, read_record, write_atomically
 from ..utils.locks import take_lock
+from ..utils.model_files import SETTINGS
 from ..utils.text import differences
 
 
@@ -240,8 +241,12 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         raise OptionError("`output_dir` is empty. Name a directory.", "output_dir")
     if (file := file_on_path(output_dir)) is not None:
         raise OptionError(f"`output_dir` is '{output_dir}', but '{file}' is a file. Name a directory.", "output_dir")
-    if (Path(output_dir) / "model_index.json").exists():
-        message = f"`output_dir`, '{output_dir}', is a pipeline's directory. Choose another one."
+    # A model that is not the package's, or a part of one: an adapter's config beside it would change how it loads
+    configs = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+    is_foreign = not (Path(output_dir) / SETTINGS).exists() and "run" not in read_record(Path(output_dir) / RUN_FILE)
+    is_model = is_foreign and any((Path(output_dir) / name).exists() for name in configs)
+    if is_model or (Path(output_dir) / "model_index.json").exists():
+        message = f"`output_dir`, '{output_dir}', is the directory of a model. Choose another one."
         raise OptionError(message, "output_dir")
     if read_run(output_dir).get("files"):
         message = f"`output_dir`, '{output_dir}', is a checkpoint. Resume it with `resume_from_checkpoint` and the "

@@ -139,6 +139,8 @@ def score_both_orders(score: Callable[[list, list[str]], list], pairs: list[tupl
 
 def broadcast_questions(prompts: str | list[str], count: int, find_control: Callable[[str], list[str]]) -> list[str]:
     """Repeat a single question `count` times, or check that there are `count`; reject control tokens in them."""
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"`prompts` is {prompts!r}; it must be a question, or one for each pair.")
     prompts = [prompts] * count if isinstance(prompts, str) else list(prompts)
     if len(prompts) != count:
         raise ValueError(

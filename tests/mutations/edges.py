@@ -344,7 +344,9 @@ TRAINING = [
     *_mutants(
         "checkpointing/checkpoints.py",
         "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
-        ('if (Path(output_dir) / "model_index.json").exists():', "if False:"),
+        ('if is_model or (Path(output_dir) / "model_index.json").exists():', "if is_model:"),
+        ("any((Path(output_dir) / name).exists() for name in configs)", "False"),
+        (' and "run" not in read_record(Path(output_dir) / RUN_FILE)', ""),
         ("if (file := file_on_path(output_dir)) is not None:", "if (file := None) is not None:"),
     ),
     *_mutants(
