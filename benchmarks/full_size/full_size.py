@@ -117,9 +117,10 @@ def plan(words: list[str], report: Path) -> None:
 
 def count_operations(run: Any) -> dict[str, Any]:
     """Count the TFLOP of a forward without the adapter, on tensors without data, and compute them from its tokens."""
-    calls, model = run.transformer_calls(1), run.model
-    fake_weights(model, run.mode)
-    with run.mode, run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    pipeline = run.pipeline
+    calls, model = pipeline.transformer_calls(1, run.image), pipeline.model
+    fake_weights(model, pipeline.mode)
+    with pipeline.mode, pipeline.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         with model.disable_adapter():
             model(**calls[0])
     config, call = model.get_base_model().config, calls[0]

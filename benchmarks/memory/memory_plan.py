@@ -183,11 +183,12 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
         run: Any = plan.run
-        calls = run.transformer_calls(1)
-        fake_weights(run.model, run.mode)
-        with run.mode, run.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        pipeline = run.pipeline
+        calls = pipeline.transformer_calls(1, run.image)
+        fake_weights(pipeline.model, pipeline.mode)
+        with pipeline.mode, pipeline.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             for call in calls:
-                run.model(**call)
+                pipeline.model(**call)
         for quantization in (None, "int8", "nf4"):
             for checkpointing in (True, False):
                 base = replace(plan, quantization=quantization, gradient_checkpointing=checkpointing)
