@@ -73,12 +73,12 @@ class TestTwoProcesses:
         files = {path.relative_to(ddp.output) for path in ddp.output.rglob("*.safetensors")}
         assert files == {path.relative_to(fsdp2.output) for path in fsdp2.output.rglob("*.safetensors")}
         for file in files:
-            assert difference(load_file(ddp.output / file), load_file(fsdp2.output / file)) < 1e-6, file
+            assert difference(load_file(ddp.output / file), load_file(fsdp2.output / file)) < 1e-5, file
         folders = [run.output / "checkpoint-4" for run in (ddp, fsdp2)]
         assert len({tuple(sorted(path.name for path in folder.iterdir())) for folder in folders}) == 1
         moments = [torch.load(folder / "optimizer.pt")["state"] for folder in folders]
         assert moments[0].keys() == moments[1].keys()
-        assert all(difference(moments[0][index], moments[1][index]) < 1e-7 for index in moments[0])
+        assert all(difference(moments[0][index], moments[1][index]) < 1e-6 for index in moments[0])
         assert all(moments[0][index]["exp_avg"].abs().max() > 0 for index in moments[0])
         first, last = (load_file(fsdp2.output / f"checkpoint-{step}" / "policy.safetensors") for step in (1, 4))
         assert difference(first, last) > 1e-3
