@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import signal
+import threading
 import time
 import warnings
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from datasets import Dataset, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
 from PIL import ImageStat
 from scipy.stats import kendalltau, spearmanr
+from tqdm import tqdm
 
 from paco_trl.data import (
     criterion_question,
@@ -696,6 +698,8 @@ class TestImagesOfRows:
 
 # A copy of this process, which has imported everything already
 FORK = multiprocessing.get_context("fork")
+# By default tqdm's lock is shared with forks, and one that is killed within it keeps it for ever
+tqdm.set_lock(threading.RLock())
 
 
 class TestResume:
