@@ -258,7 +258,9 @@ def test_neither_is_a_pipeline_or_what_is_below_a_file(tmp_path):
         check_output_dir(tmp_path / "pipeline", [])
     for name in ("config.json", "scheduler_config.json", "tokenizer_config.json"):
         (part := tmp_path / name.removesuffix(".json")).mkdir()
-        (part / name).write_text("{}")
+        (part / name).write_text('{"learning_rate": 1}')  # somebody's own settings
+        check_output_dir(part, [])
+        (part / name).write_text('{"_class_name": "A", "model_type": "b"}')
         with pytest.raises(ValueError, match="is the directory of a model"):
             check_output_dir(part, [])
         begin_output_dir(part)  # of a run, such as a judge's

@@ -115,7 +115,10 @@ class TestSaving:
                 trained.save_model(folder)
             assert card.read_text() == rendered
             assert (folder / f"README.before-{number}.md").read_text() == edited
-        assert len([message for message in caplog.messages if "keeps it" in message]) == 2
+        card.write_bytes(latin := "J'ai ajouté cela.".encode("latin-1"))
+        trained.save_model(folder)
+        assert (folder / "README.before-3.md").read_bytes() == latin
+        assert len([message for message in caplog.messages if "keeps it" in message]) == 3
 
     def test_beside_what_was_saved(self, trained, tmp_path):
         trained.save_model(tmp_path / "model")

@@ -244,7 +244,8 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
     # A model that is not the package's, or a part of one: an adapter's config beside it would change how it loads
     configs = ("config.json", "scheduler_config.json", "tokenizer_config.json")
     is_foreign = not (Path(output_dir) / SETTINGS).exists() and "run" not in read_record(Path(output_dir) / RUN_FILE)
-    is_model = is_foreign and any((Path(output_dir) / name).exists() for name in configs)
+    keys = {key for name in configs for key in read_record(Path(output_dir) / name)}
+    is_model = is_foreign and not keys.isdisjoint(("_class_name", "model_type", "tokenizer_class"))
     if is_model or (Path(output_dir) / "model_index.json").exists():
         message = f"`output_dir`, '{output_dir}', is the directory of a model. Choose another one."
         raise OptionError(message, "output_dir")

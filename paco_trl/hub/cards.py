@@ -123,7 +123,7 @@ def _keep_edited(folder: Path) -> None:
     """Keep a copy of a card in which somebody has written, or which has results of a model that is replaced."""
     path = folder / "README.md"
     card = load_settings(folder) if path.is_file() else None
-    if card is None or path.read_text("utf-8") == str(render_card(card)):
+    if card is None or path.read_bytes() == str(render_card(card)).encode():
         return
     copies = (folder / f"README.before-{number}.md" for number in itertools.count(1))
     copy = next(copy for copy in copies if not copy.exists())

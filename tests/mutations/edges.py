@@ -345,7 +345,7 @@ TRAINING = [
         "checkpointing/checkpoints.py",
         "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
         ('if is_model or (Path(output_dir) / "model_index.json").exists():', "if is_model:"),
-        ("any((Path(output_dir) / name).exists() for name in configs)", "False"),
+        ('not keys.isdisjoint(("_class_name", "model_type", "tokenizer_class"))', "bool(keys)"),
         (' and "run" not in read_record(Path(output_dir) / RUN_FILE)', ""),
         ("if (file := file_on_path(output_dir)) is not None:", "if (file := None) is not None:"),
     ),
@@ -353,7 +353,7 @@ TRAINING = [
         "hub/cards.py",
         "test_ownership.py::TestSaving::test_what_was_written_into_the_card",
         ("    _keep_edited(folder)\n", ""),
-        (' or path.read_text("utf-8") == str(render_card(card))', ""),
+        (" or path.read_bytes() == str(render_card(card)).encode()", ""),
         ("copy for copy in copies if not copy.exists()", "copies"),
     ),
     *_mutants(
