@@ -14,8 +14,8 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewa
 from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
 from paco_trl.evaluation.report import save_report
-from paco_trl.hub import ImageModelCard, save_card
-from paco_trl.hub.files import JUDGE, TRANSFORMER, select_files
+from paco_trl.hub import ImageModelCard, load_settings, save_card
+from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, published_files_of, select_files
 from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
 from paco_trl.utils.stage_folder import StageFolder
@@ -101,6 +101,23 @@ class TestSaving:
         trained.save_model(folder)
         again = files_in(folder)
         assert again.keys() == after.keys() and again["images/0.png"] == after["images/0.png"]
+
+    def test_a_model_of_another_kind_is_replaced(self, trained, make_trainer, tmp_path):
+        """What was left of it would be pushed, or loaded, in place of the new one."""
+        folder = tmp_path / "model"
+        full = make_trainer(peft_config=None, output_dir=str(tmp_path / "full"))
+        mine = plant(folder, "transformer/notes.txt", "config.json")
+        for trainer, kind, others in (
+            (trained, PIPELINE_ADAPTER, TRANSFORMER), (full, TRANSFORMER, PIPELINE_ADAPTER),
+            (trained, PIPELINE_ADAPTER, TRANSFORMER),
+        ):  # fmt: skip
+            trainer.save_model(folder)
+            assert published_files_of(folder) is kind
+            weights = {*select_files(folder, others)} - {*select_files(folder, kind)}
+            assert not weights, weights
+        assert {name: files_in(folder)[name] for name in mine} == mine
+        save_card(load_settings(folder), folder)  # no model
+        assert published_files_of(folder) is PIPELINE_ADAPTER
 
     def test_what_was_written_into_the_card(self, trained, tmp_path, caplog):
         folder = tmp_path / "model"

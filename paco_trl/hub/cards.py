@@ -24,7 +24,7 @@ from ..utils.logs import get_logger
 from ..utils.model_files import SETTINGS
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
-from .files import JUDGE_PICTURES, PICTURES, foreign_files, saved_pictures, select_files
+from .files import JUDGE_PICTURES, PICTURES, foreign_files, published_files_of, saved_pictures, select_files
 from .settings import ImageModelCard, JudgeCard, load_settings, save_settings
 
 
@@ -98,13 +98,16 @@ def saving_with_card(
     published_files: Iterable[str] = (),
 ) -> Iterator[None]:
     """
-    Save a card together with the weights that the body of the `with` saves, replacing an earlier model.
+    Save a card together with the weights that the body of the `with` saves, replacing an earlier model of any kind.
 
     Old files are deleted rather than overwritten: a pending upload may hard-link to them.
     """
-    folder, old_pictures = Path(folder), saved_pictures(folder) or set()
+    folder, pictures_before = Path(folder), saved_pictures(folder)
+    old_pictures = pictures_before or set()
     _keep_edited(folder)
-    for name, path in select_files(folder, [*published_files, *PICTURES, *JUDGE_PICTURES]).items():
+    old_files = published_files_of(folder) if published_files and pictures_before is not None else None
+    patterns = [*published_files, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
+    for name, path in select_files(folder, patterns).items():
         is_old_picture = name in old_pictures - {*card.pictures}
         if is_old_picture or not name.endswith(".png") and name != SETTINGS:
             path.unlink()

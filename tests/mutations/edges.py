@@ -357,6 +357,12 @@ TRAINING = [
         ("copy for copy in copies if not copy.exists()", "copies"),
     ),
     *_mutants(
+        "hub/cards.py",
+        "test_ownership.py::TestSaving::test_a_model_of_another_kind_is_replaced",
+        ("*(old_files or ()), ", ""),
+        ("if published_files and pictures_before is not None else None", "if pictures_before is not None else None"),
+    ),
+    *_mutants(
         "commands/launcher.py",
         "test_preemption.py::TestCommands::test_a_launcher_passes_it_on",
         ("except SignalException as error:", "except KeyError as error:"),
