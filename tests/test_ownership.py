@@ -263,6 +263,15 @@ class TestStart:
         with pytest.raises(ValueError, match="eval_wrong_pairs"):
             make_judge(tmp_path / "run", tmp_path / "nowhere")
 
+    def test_a_judge_does_not_replace_its_own_base(self, make_judge, tiny_qwen, tmp_path):
+        base = shutil.copytree(tiny_qwen, tmp_path / "merged")
+        (base / "paco_trl.json").write_text(json.dumps({"kind": "judge", "pictures": []}))  # as `paco-trl merge` does
+        (tmp_path / "link").symlink_to(base)
+        make_judge(tmp_path / "run", base, overwrite_output_dir=True)
+        for output_dir in (base, tmp_path / "link"):
+            with pytest.raises(ValueError, match="is the directory of the model to train"):
+                make_judge(output_dir, base, overwrite_output_dir=True)
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_an_interrupted_run_is_not_started_anew_beside_its_checkpoints(self, tmp_path, capsys, kind):
         checkpoint = tmp_path / "run" / "checkpoint-8"

@@ -281,6 +281,9 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         datasets += [(key, dataset) for key, dataset in named.items() if dataset is not None]
         check_has_evaluation(args, len(datasets) > 1)
         check_best_metric(args, METRICS, eval_dataset if isinstance(eval_dataset, dict) else ())
+        if os.path.realpath(name) == os.path.realpath(args.output_dir):  # it would be replaced by what is trained
+            message = f"`output_dir`, '{args.output_dir}', is the directory of the model to train. Choose another one."
+            raise OptionError(message, "output_dir")
         self._open_output_dir(args)
 
         # 2. The processor, with the size limit of images, and the adapter

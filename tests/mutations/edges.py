@@ -363,6 +363,11 @@ TRAINING = [
         ("if published_files and pictures_before is not None else None", "if pictures_before is not None else None"),
     ),
     *_mutants(
+        "trainer/paco_reward_trainer.py",
+        "test_ownership.py::TestStart::test_a_judge_does_not_replace_its_own_base",
+        ("if os.path.realpath(name) == os.path.realpath(args.output_dir):", "if name == args.output_dir:"),
+    ),
+    *_mutants(
         "commands/launcher.py",
         "test_preemption.py::TestCommands::test_a_launcher_passes_it_on",
         ("except SignalException as error:", "except KeyError as error:"),
