@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 
 
 # Before torch is imported. One thread: the models are tiny, and the threads of several test processes on few cores
@@ -22,7 +23,11 @@ from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
+
+# By default tqdm shares its lock with forks, and a test that kills one within it would wait for ever
+tqdm.set_lock(threading.RLock())
 
 # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -6,7 +6,6 @@ import json
 import math
 import multiprocessing
 import signal
-import threading
 import time
 import warnings
 from importlib.metadata import version
@@ -19,7 +18,6 @@ from datasets import Dataset, Image, List, Value, load_from_disk
 from PIL import Image as PILImage
 from PIL import ImageStat
 from scipy.stats import kendalltau, spearmanr
-from tqdm import tqdm
 
 from paco_trl.data import (
     criterion_question,
@@ -698,8 +696,6 @@ class TestImagesOfRows:
 
 # A copy of this process, which has imported everything already
 FORK = multiprocessing.get_context("fork")
-# By default tqdm's lock is shared with forks, and one that is killed within it keeps it for ever
-tqdm.set_lock(threading.RLock())
 
 
 class TestResume:
