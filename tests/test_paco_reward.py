@@ -683,3 +683,5 @@ def test_questions_that_are_none(prompts):
     assert broadcast_questions("Same?", 2, lambda text: []) == ["Same?", "Same?"]
     with pytest.raises(TypeError, match=f"`prompts` is {prompts}; it must be a question"):
         broadcast_questions(prompts, 2, lambda text: [])
+    with pytest.raises(ValueError, match=r"`prompts\[1\]` is ' '; it must be a question"):
+        broadcast_questions(["Same?", " "], 2, lambda text: [])

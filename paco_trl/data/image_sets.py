@@ -169,7 +169,7 @@ def _complete_row(index: int, row: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"`panels` of row {index} is {shorten(panels)}. It must be a list with a text for each image."
             )
-        values = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels) or 1}
+        values = {"prompt": " ".join(map(str, [row.get("theme"), *panels])), "rows": 1, "cols": len(panels)}
     elif "prompt" in row and (is_bare or row.get("theme") is None):
         _check_prompt(index, prompt)
         parsed_prompt = ImageSetPrompt(prompt, 1, 1, [prompt])

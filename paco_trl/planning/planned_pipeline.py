@@ -118,10 +118,6 @@ class PlannedPipeline:
         """Bytes of the trained weights."""
         return self.element_size * self.num_trained
 
-    def measure(self, rows: PromptRows) -> PromptRows:
-        """Compute the sizes of all images of some rows."""
-        return rows.measure(self.pipeline, self.family)
-
     def latent_size(self, image: PlannedImage) -> tuple[int, int, int]:
         """Return channels, height and width of an image's latents."""
         channels = self.vae.config.get("latent_channels") or self.vae.config.z_dim
@@ -141,6 +137,7 @@ class PlannedPipeline:
         return embeddings
 
     def panel(self, image: PlannedImage) -> Image.Image:
+        """Return an image of a set's size, as the pipeline takes its first panel."""
         return self.family.prepare_panel(self.pipeline, Image.new("RGB", image.size[::-1]))
 
     def encode_image(self, image: Image.Image) -> torch.Tensor:

@@ -147,6 +147,8 @@ def broadcast_questions(prompts: str | list[str], count: int, find_control: Call
             f"`prompts` has {len(prompts)} texts for {count} questions. Pass one per question, or one for all."
         )
     for index, prompt in enumerate(prompts):
+        if not is_text(prompt):
+            raise ValueError(f"`prompts[{index}]` is {prompt!r}; it must be a question.")
         check_text(prompt, find_control(prompt), f"`prompts[{index}]`")
     return prompts
 
