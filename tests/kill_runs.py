@@ -27,7 +27,7 @@ from paco_trl.checkpointing.weights import trained_parameters
 from paco_trl.hub.cards import _TEMPLATES
 from paco_trl.rewards import redness_reward
 from paco_trl.rewards.scoring import RoundScoring
-from paco_trl.utils.fsdp import gather_state, local_part
+from paco_trl.utils.fsdp import gather_state, local_shard
 from testing_utils import LORA, SMALL_RUN, square_prompts
 
 
@@ -210,7 +210,7 @@ def _state_of(trainer: PaCoGRPOTrainer, job: dict) -> dict:
         "ema": dict(trainer.ema.average) if trainer.ema is not None else None,
     }
     if not is_zero:
-        state["policy"] = {n: local_part(p.detach()).clone() for n, p in trained_parameters(trainer.model).items()}
+        state["policy"] = {n: local_shard(p.detach()).clone() for n, p in trained_parameters(trainer.model).items()}
         state["optimizer"] = gather_state(trainer.optimizer, keep=True)["state"]
     if trainer.accelerator.is_main_process and (output / "transformer").exists():
         (file,) = (output / "transformer").glob("*.safetensors")

@@ -17,7 +17,7 @@ from torch import nn
 import tiny_models
 from paco_trl import generation
 from paco_trl.checkpointing.weights import save_adapter
-from paco_trl.rollout import family_of
+from paco_trl.rollout import get_family
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.policy_building import prepare_transformer
 from testing_utils import give_effect
@@ -54,7 +54,7 @@ def fresh(pipeline: DiffusionPipeline) -> DiffusionPipeline:
 def train(base: DiffusionPipeline, config: LoraConfig) -> tuple[PeftModel, DiffusionPipeline]:
     """A pipeline with an adapter that has an effect."""
     pipeline = load_pipeline(fresh(base), torch.float32)
-    model = prepare_transformer(pipeline, family_of(pipeline), config, autocast_adapter_dtype=True)
+    model = prepare_transformer(pipeline, get_family(pipeline), config, autocast_adapter_dtype=True)
     give_effect(model, std=0.1)
     return model, pipeline
 

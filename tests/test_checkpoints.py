@@ -16,21 +16,21 @@ from paco_trl.checkpointing import checkpoints
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
     CheckpointError,
-    begin_output_dir,
+    check_no_checkpoints,
+    check_no_model,
     check_output_dir,
-    check_rerun,
     check_resumed_run,
     check_same_run,
-    check_saved_model,
-    checkpoints_of,
     clear_staging,
+    commit_checkpoint,
     delete_run,
-    drop_old_checkpoints,
     find_checkpoint,
     how_to_resume,
     incomplete_files,
+    list_checkpoints,
     load_round,
-    publish,
+    mark_output_dir,
+    rotate_checkpoints,
     round_file,
     write_checkpoint,
 )
@@ -51,7 +51,7 @@ def make(output: Path, step: int, *further: str, **run) -> Path:
     for name in ("weights", *further):
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         (staged / name).write_text(name)
-    return publish(staged, output, RUN | run)
+    return commit_checkpoint(staged, output, RUN | run)
 
 
 def test_all_is_on_the_disk_before_it_is_visible(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_all_is_on_the_disk_before_it_is_visible(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "read",
     [
-        checkpoints_of,
+        list_checkpoints,
         clear_staging,
         lambda folder: find_checkpoint(folder, "auto"),
         lambda folder: find_checkpoint(folder, str(folder / "checkpoint-2")),
@@ -85,10 +85,10 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatch,
     if not is_staged_whole:
         (tmp_path / ".saving" / "checkpoint-2" / "weights").unlink()
     lock = FileLock(tmp_path / ".lock")
-    if read is checkpoints_of:  # a run that writes there is between the two
+    if read is list_checkpoints:  # a run that writes there is between the two
         monkeypatch.setattr(checkpoints, "_LOCK_TIMEOUT", 0)
         with lock:
-            assert checkpoints_of(tmp_path) == [] and not checkpoint.exists()
+            assert list_checkpoints(tmp_path) == [] and not checkpoint.exists()
     read(tmp_path)
     assert find_checkpoint(tmp_path, True) == checkpoint and (checkpoint / "new").exists() is is_staged_whole
     assert (checkpoint / "notes.txt").read_text() == "mine"
@@ -161,7 +161,7 @@ def test_files_of_the_users_in_a_checkpoint_stay(tmp_path, how):
         check_same_run(tmp_path, {"r": 2})
     else:
         make(tmp_path, 1 if how == "replaced" else 2)
-        drop_old_checkpoints(str(tmp_path), 1, None)
+        rotate_checkpoints(str(tmp_path), 1, None)
     assert [path.read_text() for path in mine] == ["mine"] * 3
     assert (checkpoint / "weights").exists() == (how == "replaced") and not (checkpoint / "images" / "0.png").exists()
     check_output_dir(tmp_path, [])  # the run can go on there, or another one begin
@@ -191,7 +191,7 @@ def test_one_of_an_older_version(tmp_path):
     staged = tmp_path / ".saving" / "checkpoint-1"
     staged.mkdir(parents=True)
     run = {name: value for name, value in RUN.items() if name != "settings"}
-    checkpoint = publish(staged, tmp_path, run | {"hyperparameters": {"seed": 1}})
+    checkpoint = commit_checkpoint(staged, tmp_path, run | {"hyperparameters": {"seed": 1}})
     with pytest.raises(ValueError, match="older version"):
         check_resumed_run(checkpoint, {"r": 4}, {"seed": 1}, 1, False)
 
@@ -212,14 +212,14 @@ def test_the_directory_of_another_run(tmp_path):
 
 
 def test_what_would_be_written_over(tmp_path):
-    check_rerun(tmp_path, None)
+    check_no_checkpoints(tmp_path, None)
     checkpoint, elsewhere = make(tmp_path / "run", 1), make(tmp_path / "other", 1)
-    check_rerun(tmp_path / "run", tmp_path / "other" / ".." / "run" / "checkpoint-1")
+    check_no_checkpoints(tmp_path / "run", tmp_path / "other" / ".." / "run" / "checkpoint-1")
     for resumed in (None, elsewhere):
         with pytest.raises(ValueError, match="checkpoint-1 of an earlier run"):
-            check_rerun(tmp_path / "run", resumed)
+            check_no_checkpoints(tmp_path / "run", resumed)
     (checkpoint / "weights").unlink()  # nobody can resume it
-    check_rerun(tmp_path / "run", None)
+    check_no_checkpoints(tmp_path / "run", None)
     (checkpoint / RUN_FILE).write_text("{")
     check_output_dir(tmp_path / "run", [])
     (checkpoint / RUN_FILE).unlink()
@@ -229,16 +229,16 @@ def test_what_would_be_written_over(tmp_path):
 
 def test_a_saved_model_without_checkpoints(tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        check_saved_model(tmp_path)
+        check_no_model(tmp_path)
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="the model of an earlier run"):
-        check_saved_model(tmp_path)
+        check_no_model(tmp_path)
     checkpoint = make(tmp_path, 1)
-    check_saved_model(tmp_path)  # `check_rerun` sees to it
+    check_no_model(tmp_path)  # `check_no_checkpoints` sees to it
     (checkpoint / "weights").unlink()
-    check_rerun(tmp_path, None)
+    check_no_checkpoints(tmp_path, None)
     with pytest.raises(ValueError, match="the model of an earlier run"):
-        check_saved_model(tmp_path)
+        check_no_model(tmp_path)
 
 
 def test_a_checkpoint_is_no_output_directory(tmp_path):
@@ -246,7 +246,7 @@ def test_a_checkpoint_is_no_output_directory(tmp_path):
     check_output_dir(tmp_path, [])
     with pytest.raises(ValueError, match="is a checkpoint"):
         check_output_dir(checkpoint, [])
-    begin_output_dir(tmp_path / "new")  # what a killed run leaves
+    mark_output_dir(tmp_path / "new")  # what a killed run leaves
     check_output_dir(tmp_path / "new", [])
 
 
@@ -263,7 +263,7 @@ def test_neither_is_a_pipeline_or_what_is_below_a_file(tmp_path):
         (part / name).write_text('{"_class_name": "A", "model_type": "b"}')
         with pytest.raises(ValueError, match="is the directory of a model"):
             check_output_dir(part, [])
-        begin_output_dir(part)  # of a run, such as a judge's
+        mark_output_dir(part)  # of a run, such as a judge's
         check_output_dir(part, [])
     for folder in ("model_index.json", "model_index.json/run/1"):
         with pytest.raises(ValueError, match=f"{folder}', but .*model_index.json' is a file"):
@@ -275,7 +275,7 @@ def test_the_best_and_the_complete_ones_are_kept(tmp_path):
     (paths[3] / "weights").unlink()
     for number, path in enumerate(paths):
         os.utime(path, (number, number))
-    drop_old_checkpoints(str(tmp_path), 2, str(paths[0]))
+    rotate_checkpoints(str(tmp_path), 2, str(paths[0]))
     assert [path.exists() for path in paths] == [True, False, True, False]
 
 
@@ -286,9 +286,9 @@ def test_a_copied_run_loses_its_oldest_checkpoint(tmp_path):
     mine[1].mkdir()
     for minute, step in enumerate((4, 9, 2, 6)):  # resumed from 4: what came after it is given up
         os.utime(paths[step], (60 * minute, 60 * minute))
-    drop_old_checkpoints(str(tmp_path), 2, None)
+    rotate_checkpoints(str(tmp_path), 2, None)
     assert [step for step, path in paths.items() if path.exists()] == [4, 6] and all(path.exists() for path in mine)
-    drop_old_checkpoints(str(tmp_path), 1, None)
+    rotate_checkpoints(str(tmp_path), 1, None)
     assert [step for step, path in paths.items() if path.exists()] == [6]
 
 

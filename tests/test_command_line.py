@@ -33,7 +33,7 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.weighting import RewardError, Rewards
 from paco_trl.utils import errors, option_checks
-from paco_trl.utils.errors import OptionError, is_message_enough, refuse
+from paco_trl.utils.errors import OptionError, is_user_error, raise_errors
 from paco_trl.utils.text import number_text
 
 
@@ -416,7 +416,7 @@ class TestDescribedOptions:
     """The command line parses and refuses before torch and the configs are imported."""
 
     def test_they_are_those_of_the_configs(self):
-        installed = {name: env.version_of(name) for name in env.TESTED_WITH}
+        installed = {name: env.get_version(name) for name in env.TESTED_WITH}
         if any(not installed[name].startswith(f"{tested}.") for name, tested in env.TESTED_WITH.items()):
             pytest.skip(f"other versions have other options: {installed}")
         file = Path(parser_module.__file__).with_name("config_options.json")
@@ -490,12 +490,14 @@ class TestErrors:
     )
     def test_options_are_those_of_a_command_line(self, error, expected, capsys, monkeypatch):
         monkeypatch.delenv("PACO_TRL_TRACEBACK", raising=False)
-        assert main.as_typed(error) == expected
+        assert main.format_as_flags(error) == expected
         if isinstance(error, OptionError):
             with pytest.raises(OptionError) as refused:
-                refuse([error, OptionError(*error.args), OptionError("`d` is 2.", "d")])
-            assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in main.as_typed(refused.value)
-            assert expected in main.as_typed(refused.value)
+                raise_errors([error, OptionError(*error.args), OptionError("`d` is 2.", "d")])
+            assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in main.format_as_flags(
+                refused.value
+            )
+            assert expected in main.format_as_flags(refused.value)
 
     @pytest.mark.parametrize(
         ("line", "is_ours"),
@@ -514,9 +516,9 @@ class TestErrors:
         exec(compile(path.read_text(), str(path), "exec"), scope)
         with pytest.raises((ValueError, KeyError)) as raised:
             scope["run"]()
-        assert not is_message_enough(raised.value)  # it is of no module of the package
+        assert not is_user_error(raised.value)  # it is of no module of the package
         monkeypatch.setattr(errors, "_PACKAGE", f"{tmp_path}{os.sep}")
-        assert is_message_enough(raised.value) == is_ours
+        assert is_user_error(raised.value) == is_ours
 
     @pytest.mark.parametrize("is_asked", [False, True])
     def test_our_errors_are_a_line_and_bugs_have_a_traceback(self, capsys, monkeypatch, is_asked):
@@ -544,9 +546,9 @@ class TestErrors:
         ):
             if is_asked:
                 with pytest.raises(Exception, match=token):
-                    main.answer("grpo", run)
+                    main.run_command("grpo", run)
                 continue
-            assert main.answer("grpo", run) == 1
+            assert main.run_command("grpo", run) == 1
             said = capsys.readouterr().err
             assert said.startswith("paco-trl grpo: ") and said.count("\n") == 1
             # A traceback helps where another library raised
@@ -562,7 +564,7 @@ class TestErrors:
             bugs.append(reward_that_raises(TypeError("a bug")))
         for run in bugs:
             with pytest.raises((ValueError, TypeError, ImportError, RewardError)):
-                main.answer("grpo", run)
+                main.run_command("grpo", run)
             assert capsys.readouterr().err == ""
 
     @pytest.mark.parametrize(
@@ -585,7 +587,7 @@ class TestErrors:
         def run() -> None:
             Rewards(load_rewards(arguments)).call(0, prompts=["A fox."], completions=[None])
 
-        assert main.answer("grpo", run) == 1
+        assert main.run_command("grpo", run) == 1
         frames, _, said = capsys.readouterr().err.partition("paco-trl grpo: ")
         assert f'my_rewards.py", line {line}' in frames and words in said and "my_rewards.py" in said
         assert frames.count("Traceback") <= 1 and "/paco_trl/" not in frames and "importlib" not in frames
@@ -610,7 +612,7 @@ class TestErrors:
         waited = []
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-        assert main.answer("grpo", lambda: main.find_yaml("config", "late", "recipes")) == 1
+        assert main.run_command("grpo", lambda: main.find_yaml("config", "late", "recipes")) == 1
         assert waited == [(60.0, "")] and "'late'" in capsys.readouterr().err
 
     @pytest.mark.parametrize("save_steps", [1, 100])
@@ -621,7 +623,7 @@ class TestErrors:
                     raise KeyboardInterrupt
 
         trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=save_steps, callbacks=[Interrupt()])
-        assert main.answer("grpo", lambda: train_and_save(trainer, None, None)) == 130
+        assert main.run_command("grpo", lambda: train_and_save(trainer, None, None)) == 130
         how = f"Rerun with `--resume_from_checkpoint auto` to resume from '{trainer.args.output_dir}/checkpoint-1'."
         assert capsys.readouterr().err.endswith(f"stopped. {how if save_steps == 1 else 'Nothing is saved.'}\n")
 
@@ -629,13 +631,13 @@ class TestErrors:
     def test_a_signal_of_the_scheduler(self, capsys, monkeypatch, command):
         """While a model is loaded, for example."""
         before = signal.getsignal(signal.SIGTERM)
-        assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGTERM)) == 75
+        assert main.run_command(command, lambda: os.kill(os.getpid(), signal.SIGTERM)) == 75
         said = capsys.readouterr().err
         assert said.startswith(f"paco-trl {command}: stopped by SIGTERM")
         assert ("--resume_from_checkpoint auto" in said) == (command == "grpo")
         assert signal.getsignal(signal.SIGTERM) is before
         monkeypatch.setenv("RANK", "1")
-        assert main.answer(command, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 75
+        assert main.run_command(command, lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 75
         assert capsys.readouterr().err == ""
 
 
@@ -684,7 +686,7 @@ def test_version_and_environment(capsys):
 @pytest.mark.parametrize("trl, is_said", [("1.16.5", False), ("1.15.0", False), ("1.160.0", True), ("2.0.0", True)])
 def test_a_newer_release_is_said_with_the_pin_that_helps(monkeypatch, capsys, trl, is_said):
     installed = {"trl": trl, "transformers": f"{env.TESTED_WITH['transformers']}.1"}
-    monkeypatch.setattr(env, "version_of", lambda name: installed.get(name, "1.0"))
+    monkeypatch.setattr(env, "get_version", lambda name: installed.get(name, "1.0"))
     assert main.main(["env"]) == 0
     row = doctor.check_versions(None)
     for said in (capsys.readouterr().out, row.advice):

@@ -15,7 +15,7 @@ from paco_trl.data import (
     convert_t2is,
     criteria_dict,
     demo_prompts_path,
-    find_lost_panels,
+    find_truncated_panels,
     join_grid,
     load_image_set_prompts,
     panel_size,
@@ -425,9 +425,9 @@ def test_panels_that_a_model_does_not_read_to_the_end():
     starts = [prompt.index(text) for text in texts]
 
     def lost(length: int) -> list[int]:
-        return find_lost_panels(prompt, lambda text: len(text) > length)
+        return find_truncated_panels(prompt, lambda text: len(text) > length)
 
     assert lost(len(prompt)) == [] and lost(len(prompt) - 1) == [4]
     assert lost(starts[3]) == [4] and lost(starts[2] + 3) == [3, 4] and lost(10) == [1, 2, 3, 4]
     assert lost(starts[2] + len(texts[2])) == [4]  # the third is read to its last character
-    assert find_lost_panels("A hat.", lambda text: True) == []
+    assert find_truncated_panels("A hat.", lambda text: True) == []

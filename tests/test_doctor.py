@@ -31,8 +31,8 @@ from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
 from paco_trl.rewards.named_rewards import NAMED_REWARDS, NamedReward
 from paco_trl.rewards.paco_reward import read_judge_config
-from paco_trl.rollout import FlowMatchSDEScheduler, PipelinePolicy
-from paco_trl.utils.errors import refuse
+from paco_trl.rollout import FlowMatchSDEScheduler, RecordingPipeline
+from paco_trl.utils.errors import raise_errors
 from testing_utils import LORA, SMALL_RUN, prompts_of_two_sizes
 from tiny_models import build_tiny_flux2_klein
 
@@ -209,13 +209,13 @@ class TestFaults:
 
     def test_a_rollout_without_the_adapter(self, examine, monkeypatch):
         """A new adapter is zero, so that leaving it out would change nothing."""
-        generate = PipelinePolicy.generate
+        generate = RecordingPipeline.generate
 
         def without_adapter(self, *args, **kwargs):
             with self.model.disable_adapter():
                 return generate(self, *args, **kwargs)
 
-        monkeypatch.setattr(PipelinePolicy, "generate", without_adapter)
+        monkeypatch.setattr(RecordingPipeline, "generate", without_adapter)
         assert examine("ratio")["ratio"].verdict == "failed"
 
     def test_rewards(self, examine, monkeypatch):
@@ -295,9 +295,9 @@ class TestFaults:
         monkeypatch.setenv("PACO_TRL_TRACEBACK", str(int(is_asked)))
         assert examine("configuration", num_generations=1)["configuration"].verdict == "failed"
         assert ("Traceback" in capsys.readouterr().err) == is_asked
-        monkeypatch.setattr(doctor, "version_of", lambda name: {}[name])
+        monkeypatch.setattr(doctor, "get_version", lambda name: {}[name])
         assert examine("versions")["versions"].finding.startswith("KeyError: ")
-        assert "version_of" in capsys.readouterr().err
+        assert "get_version" in capsys.readouterr().err
 
     def test_without_a_network_the_hub_is_asked_once(self, make_arguments, tmp_path):
         settings = {"rewards": ["clip_t"], "clip_model": "someone/clip", "model_name_or_path": "someone/base"}
@@ -463,11 +463,11 @@ class TestMemory:
 
     @pytest.mark.parametrize("size", ["24", "24G", "24g", "24 GiB", "24gib", "24576MiB", "24576M"])
     def test_sizes_of_a_card(self, size):
-        assert doctor.PlanArguments(size).memory_of(None) == 24 * 2**30
-        assert doctor.PlanArguments("24GB").memory_of(None) == 24 * 10**9
+        assert doctor.PlanArguments(size).device_bytes(None) == 24 * 2**30
+        assert doctor.PlanArguments("24GB").device_bytes(None) == 24 * 10**9
         for wrong in ("", "large", "24 cards", "-1"):
             with pytest.raises(ValueError, match="--device_memory"):
-                refuse(doctor.PlanArguments(wrong).errors())
+                raise_errors(doctor.PlanArguments(wrong).errors())
 
     @pytest.mark.parametrize(("processes", "fits"), [("1", True), ("2", False)])
     def test_the_host_is_compared_too(self, tiny_plan, monkeypatch, processes, fits):
@@ -653,7 +653,7 @@ def test_weights_are_as_before_where_the_ratio_fails(examine, monkeypatch):
 
 
 def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
-    calls, generate = [], PipelinePolicy.generate
+    calls, generate = [], RecordingPipeline.generate
 
     def seen(self, *args, sources=(), **kwargs):
         largest = max(
@@ -662,7 +662,7 @@ def test_sets_are_generated_as_in_a_round(examine, monkeypatch, tmp_path):
         calls.append((args[-1], len(sources), largest))  # and the keys of the noise
         return generate(self, *args, sources=sources, **kwargs)
 
-    monkeypatch.setattr(PipelinePolicy, "generate", seen)
+    monkeypatch.setattr(RecordingPipeline, "generate", seen)
     panels = ["It runs.", "It runs.", "It eats."]
     rows = [
         {"layout": "separate", "theme": f"Fox {n}.", "panels": panels, "height": 64, "width": 64} for n in range(4)

@@ -16,7 +16,7 @@ from paco_trl.data import (
     SourceImages,
     check_edit_columns,
     convert_gedit_bench,
-    disjoint_from,
+    exclude_benchmark_images,
     has_source_images,
     load_edit_prompts,
     load_image_set_prompts,
@@ -335,7 +335,7 @@ class TestDisjoint:
 
     def kept(self, benchmark, *images):
         dataset = Dataset.from_list([{"prompt": "Other.", "image": image, "n": n} for n, image in enumerate(images)])
-        return disjoint_from(dataset, benchmark)["n"][:]
+        return exclude_benchmark_images(dataset, benchmark)["n"][:]
 
     def test_a_source_image_of_the_benchmark_is_left_out(self, benchmark):
         other_file = Image.open(io.BytesIO(encoded(picture(1), "BMP")))
@@ -348,7 +348,7 @@ class TestDisjoint:
     def test_several_sources(self, benchmark):
         rows = [[picture(5), picture(1)], [picture(5), picture(6)]]
         dataset = Dataset.from_list([{"prompt": "Join.", "images": images} for images in rows])
-        assert disjoint_from(dataset, benchmark)[0]["images"][1].tobytes() == picture(6).tobytes()
+        assert exclude_benchmark_images(dataset, benchmark)[0]["images"][1].tobytes() == picture(6).tobytes()
         of_lists = Dataset.from_list([{"prompt": "x", "images": [picture(8), picture(5)]}])
         assert self.kept(of_lists, picture(5), picture(1)) == [1]
 

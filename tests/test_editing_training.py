@@ -49,7 +49,7 @@ def fixture_of(build: str):
     return pytest.fixture(scope="module")(lambda folder_of: folder_of(build))
 
 
-klein = fixture_of("flux2_klein")  # with true guidance, also from text alone
+klein = fixture_of("flux2_klein")  # with true CFG, also from text alone
 qwen_edit = fixture_of("qwen_image_edit")  # its text encoder sees the source, and it needs one
 kontext = fixture_of("flux_kontext")  # guidance is distilled into it
 
@@ -200,13 +200,13 @@ class TestReferences:
         judge = FormulaJudge()
         settings = {"num_prompts_per_generation": 5, "optimizer_steps_per_generation": 1}
         trainer = make(klein, rows, tmp_path, ReferenceReward(judge), **settings)
-        events, sources_of, generate = watch(trainer), {}, trainer.policy.pipeline_policy.generate
+        events, sources_of, generate = watch(trainer), {}, trainer.policy.recording_pipeline.generate
 
         def watched(arguments, height, width, steps, scale, noise_keys, sources, **kwargs):
             sources_of[noise_keys[0][3]] = [source.image.size for source in sources]
             return generate(arguments, height, width, steps, scale, noise_keys, sources=sources, **kwargs)
 
-        trainer.policy.pipeline_policy.generate = watched
+        trainer.policy.recording_pipeline.generate = watched
         trainer.train()
         assert events.count("image") == 3  # each reference once, not for each image
         assert sources_of == {**dict.fromkeys((0, 1), [(96, 64)]), **dict.fromkeys((2, 3, 4), [(64, 80), (64, 64)])}

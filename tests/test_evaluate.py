@@ -150,11 +150,11 @@ class TestDrawing:
             dataset = prompts.select(range(6)).map(size, with_indices=True)
             trainer = make(eval_dataset=dataset, per_device_eval_batch_size=batch_size, peft_config=NOT_NEW)
 
-            def generate(*args, generate=trainer.policy.pipeline_policy.generate, **kwargs):
+            def generate(*args, generate=trainer.policy.recording_pipeline.generate, **kwargs):
                 batches.append(len(args[5]))
                 return generate(*args, **kwargs)
 
-            monkeypatch.setattr(trainer.policy.pipeline_policy, "generate", generate)
+            monkeypatch.setattr(trainer.policy.recording_pipeline, "generate", generate)
             trainer.evaluate()
             by_prompt = dict(zip(watch.prompts[-6:], watch.take()[-6:], strict=True))
             drawn.append([by_prompt[prompt] for prompt in dataset["prompt"]])

@@ -31,13 +31,13 @@ from paco_trl.rollout import (
     FAMILIES,
     EncodedImage,
     Family,
-    PipelinePolicy,
+    RecordingPipeline,
     SDESettings,
     cast_floating_inputs,
-    family_of,
+    compute_log_prob,
+    get_family,
     keyed_generator,
     predict,
-    score_step,
 )
 from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 from paco_trl.rollout.encoder import PromptEncoder
@@ -78,7 +78,7 @@ class Case:
     plain: dict = field(default_factory=dict)  # what a user passes besides prompt, size, steps and generators
     size: int = 32
     scale: float = 1.0  # of source images; the plain pipeline is called with the same area
-    guide: Callable | None = None  # the rule of true guidance, written again
+    guide: Callable | None = None  # the rule of true CFG, written again
     split: Callable | None = None  # both predictions from the outputs of a step, written again
     options: dict = field(default_factory=dict)  # of the builder
 
@@ -199,10 +199,10 @@ SEEN_BY_THE_TEXT_ENCODER = ["qwen_image_edit", "qwen_image_edit_plus", "qwen_ima
 # ---- Building ----
 
 
-def build_policy(model, dtype=torch.float32, family=None) -> PipelinePolicy:
+def build_policy(model, dtype=torch.float32, family=None) -> RecordingPipeline:
     """As the trainer builds it; then the LoRA's B matrices, which start as zeros, are filled."""
     pipeline = load_pipeline(model, dtype)
-    family = family or family_of(pipeline)
+    family = family or get_family(pipeline)
     signature = inspect.signature(pipeline.transformer.forward)
     model = prepare_transformer(pipeline, family, LORA, autocast_adapter_dtype=True)
     generator = torch.Generator().manual_seed(5)
@@ -213,7 +213,7 @@ def build_policy(model, dtype=torch.float32, family=None) -> PipelinePolicy:
         for name in ("post_quant_conv", "decoder"):
             if getattr(pipeline.vae, name, None) is not None:
                 cast_floating_inputs(getattr(pipeline.vae, name), dtype)
-    return PipelinePolicy(pipeline, family, model, signature)
+    return RecordingPipeline(pipeline, family, model, signature)
 
 
 def build_plain(folder, policy) -> DiffusionPipeline:
@@ -234,7 +234,7 @@ class Setup:
     """A policy, an untouched pipeline of the same weights, and the case's prompt and images encoded for two images."""
 
     case: Case
-    policy: PipelinePolicy
+    policy: RecordingPipeline
     plain: DiffusionPipeline
     arguments: dict[str, torch.Tensor]
     sources: list[EncodedImage]
@@ -271,7 +271,7 @@ class Setup:
     def replay(self, record, **kwargs):
         guidance_scale = self.case.guidance_scale
         velocity = predict(self.policy.model, record.calls, self.family, guidance_scale, record.sample, **kwargs)
-        return score_step(velocity, record, SDE)
+        return compute_log_prob(velocity, record, SDE)
 
 
 @contextmanager
@@ -484,7 +484,7 @@ class TestUnusedLayers:
     @pytest.mark.filterwarnings("error:You have passed exclude_modules")
     def test_get_no_adapter_whatever_the_targets_are(self, load_qwen, tmp_path, settings, excluded):
         pipeline = load_qwen()
-        family = family_of(pipeline)
+        family = get_family(pipeline)
         unused = set(family.unused_layers(pipeline.transformer))
         config = LoraConfig(r=2, **settings)
         model = prepare_transformer(pipeline, family, config, autocast_adapter_dtype=True)
@@ -513,7 +513,7 @@ class TestUnusedLayers:
             ).images[0]
 
         pipeline = load_qwen()
-        family = family_of(pipeline)
+        family = get_family(pipeline)
         config = LoraConfig(r=2, target_modules=family.lora_target_modules, init_lora_weights=False)
         unused = set(family.unused_layers(pipeline.transformer))
         plain = generate(pipeline, pipeline.transformer)

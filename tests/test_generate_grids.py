@@ -289,7 +289,7 @@ class TestBatches:
         assert max(distance(pixels(grids), pixels(generated[0]))) <= 2
 
     def test_negative_prompt_and_padding_in_a_batch(self, folder_of, tmp_path):
-        """Qwen-Image repeats no negative prompt, and its true guidance predicts twice."""
+        """Qwen-Image repeats no negative prompt, and its true CFG predicts twice."""
         pipeline = load_for_inference(folder_of("qwen_image"), dtype=torch.float32, device="cpu")[0]
         guided = {"seeds": [0, 1], "num_inference_steps": 2, "negative_prompt": "a lighthouse", "true_cfg_scale": 3.0}
         alone = pixels(draw(pipeline, FOUR, tmp_path / "alone", **guided))

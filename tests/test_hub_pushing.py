@@ -16,11 +16,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hub_server import READ_TOKEN, TOKEN, WRONG_TOKEN, HubServer
 from paco_trl.hub import account, pushing
-from paco_trl.hub.account import prepare_repository
+from paco_trl.hub.account import prepare_repo
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from paco_trl.hub.pushing import select_files
 from paco_trl.utils.model_files import SETTINGS
-from paco_trl.utils.stopping import EXIT_CODE, Stopped
+from paco_trl.utils.stopping import EXIT_CODE, StopRequested
 
 
 PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "curves.png", "sheet_*.png", SETTINGS]
@@ -53,7 +53,7 @@ def push_steps(output_dir: str, steps: list[int], whole=None, revision=None, bas
     for step in steps:
         folder = make_checkpoint(output_dir, step, base, ["curves.png", f"sheet_{step}.png"])
         name = {"last": "last-checkpoint", "all": f"checkpoint-{step}"}.get(whole)
-        pusher.push_later(folder, f"step {step}", name)
+        pusher.push_checkpoint(folder, f"step {step}", name)
         pusher.wait()
 
 
@@ -65,7 +65,7 @@ def push_at_once(output_dir: str, steps: list[int], whole: bool = False, replace
     pusher = pusher_of(output_dir)
     for step in steps:
         folder = make_checkpoint(output_dir, step)
-        pusher.push_later(folder, f"step {step}", f"checkpoint-{step}" if whole else None, replace)
+        pusher.push_checkpoint(folder, f"step {step}", f"checkpoint-{step}" if whole else None, replace)
         shutil.rmtree(folder)
         for _ in range(6000):
             if Path(output_dir, "first on its way").exists():
@@ -75,14 +75,14 @@ def push_at_once(output_dir: str, steps: list[int], whole: bool = False, replace
     pusher.wait()
 
 
-def push_now(output_dir: str, step: int) -> str:
+def push_model(output_dir: str, step: int) -> str:
     folder = make_checkpoint(output_dir, step)
-    return pusher_of(output_dir).push_now(folder, "the end").oid
+    return pusher_of(output_dir).push_model(folder, "the end").oid
 
 
 def prepare(repo_id: str, token: str | None = TOKEN, **kwargs) -> str:
     kwargs = {"private": None, "revision": None, "base_model": None, "files": PIPELINE_ADAPTER, **kwargs}
-    return prepare_repository(HfApi(token=token), repo_id, **kwargs)
+    return prepare_repo(HfApi(token=token), repo_id, **kwargs)
 
 
 # ---- Tests ----
@@ -129,7 +129,7 @@ def test_what_is_an_outage(cause, is_outage, is_wrapped):
     error = RuntimeError("Error while uploading 'x'") if is_wrapped or cause is None else cause
     with (
         pytest.raises(ConnectionError if is_outage else type(error)) as raised,
-        account.hub_outages(HfApi(), "Later."),
+        account.explain_outages(HfApi(), "Later."),
     ):
         raise error from (cause if is_wrapped else None)
     assert ("Later." in str(raised.value)) is is_outage and (is_outage or raised.value is error)
@@ -243,7 +243,7 @@ class TestOutages:
 
     def test_until_the_end(self, hub, run, tmp_path):
         hub.fault = lambda method, path: "500" if "/commit/" in path else None
-        now = run(push_now, str(tmp_path / "now"), 2)
+        now = run(push_model, str(tmp_path / "now"), 2)
         assert now["error"] == "ConnectionError" and f"paco-trl push {tmp_path / 'now'}" in now["message"]
         assert titles(hub) == [] and list((tmp_path / "now/.pushing").iterdir()) == []
 
@@ -261,14 +261,14 @@ class TestOutages:
             return "422"
 
         hub.fault = fault
-        outcome = run(push_now, str(tmp_path / "out"), 2)
+        outcome = run(push_model, str(tmp_path / "out"), 2)
         assert "422" in outcome["message"] and "paco-trl push" not in outcome["message"]  # it would be refused again
 
     def test_no_answer(self, hub, run, tmp_path, monkeypatch):
         monkeypatch.setattr(account, "_TIMEOUT", (1.0, 1.0, 1.0, None))
         hub.latency = 20.0
         hub.fault = lambda method, path: "slow" if "/commit/" in path else None
-        outcome = run(push_now, str(tmp_path / "out"), 2)
+        outcome = run(push_model, str(tmp_path / "out"), 2)
         assert outcome["error"] == "ConnectionError" and "Timeout" in outcome["message"]
 
     def test_the_right_is_taken_away(self, hub, run, tmp_path):
@@ -279,7 +279,7 @@ class TestOutages:
     def test_a_push_that_is_not_waited_for_is_of_what_was_there(self, hub, run, tmp_path):
         def push_and_save_again(output_dir: str) -> None:
             pusher, folder = pusher_of(output_dir), Path(make_checkpoint(output_dir, 2))
-            future = pusher.push_now(folder, "the end", blocking=False)
+            future = pusher.push_model(folder, "the end", blocking=False)
             for name in ("README.md", "adapter_model.safetensors"):
                 (folder / name).unlink()
                 (folder / name).write_text("saved again")
@@ -332,9 +332,9 @@ class TestOutages:
         """A scheduler that has stopped it would kill it, and see that in place of the code to try again."""
 
         def push_and_stop() -> None:
-            pusher_of(str(tmp_path)).push_later(make_checkpoint(str(tmp_path), 2), "step 2")
+            pusher_of(str(tmp_path)).push_checkpoint(make_checkpoint(str(tmp_path), 2), "step 2")
             asked.wait(60)
-            raise Stopped(signal.SIGTERM)
+            raise StopRequested(signal.SIGTERM)
 
         def fault(method: str, path: str) -> None:
             asked.set()

@@ -60,7 +60,7 @@ def test_the_images_follow_a_judge_over_http(make_trainer):
 
 def test_images_are_scored_as_soon_as_they_are_generated(make_trainer, server):
     trainer = make_trainer(reward_funcs=consistency(server), **{**SETTINGS, "max_steps": 1})
-    seen_while_drawing, draw = [], trainer.policy.pipeline_policy.generate
+    seen_while_drawing, draw = [], trainer.policy.recording_pipeline.generate
 
     def watch(*args, **kwargs):
         until = time.monotonic() + 10
@@ -70,7 +70,7 @@ def test_images_are_scored_as_soon_as_they_are_generated(make_trainer, server):
         seen_while_drawing.append(len(server.requests) - 1)
         return draw(*args, **kwargs)
 
-    trainer.policy.pipeline_policy.generate = watch
+    trainer.policy.recording_pipeline.generate = watch
     trainer.train()
     assert seen_while_drawing == [0, 4, 8, 12]
     assert len(server.requests) - 1 == 16

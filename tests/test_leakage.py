@@ -6,7 +6,7 @@ import pytest
 from paco_trl.dataset_building.pairs import connected_prompts
 from paco_trl.image_benchmarks import find_leaks
 from paco_trl.image_benchmarks.leakage import leakage_text
-from paco_trl.utils.text import normalized, words_of
+from paco_trl.utils.text import normalized, split_words
 
 
 BENCH = ["A fox walks through the four seasons of a birch forest, in watercolour.", "A dentist at work, in blue."]
@@ -41,9 +41,9 @@ def test_word_for_word():
 
 
 def test_chinese_and_japanese_characters_are_words():
-    assert words_of("给她加一顶红帽子，Photo 2!") == "给 她 加 一 顶 红 帽 子 photo 2".split()
-    assert words_of("ﾈｺを赤くする。") == "ネ コ を 赤 く す る".split()
-    assert words_of("모자를 추가해 café") == "모자를 추가해 café".split()  # these have blanks
+    assert split_words("给她加一顶红帽子，Photo 2!") == "给 她 加 一 顶 红 帽 子 photo 2".split()
+    assert split_words("ﾈｺを赤くする。") == "ネ コ を 赤 く す る".split()
+    assert split_words("모자를 추가해 café") == "모자를 추가해 café".split()  # these have blanks
     assert find_leaks(["把背景换成城市"], ["把背景换成城市。"], ["x"])["exact"]
 
 

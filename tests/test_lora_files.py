@@ -18,7 +18,7 @@ import tiny_models
 from hub_server import HubServer
 from paco_trl import generation
 from paco_trl.commands.script_arguments import ScriptArguments, get_peft_config
-from paco_trl.rollout import family_of
+from paco_trl.rollout import get_family
 from paco_trl.rollout.adapters import SavedAdapter
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.lora_files import convert_lora
@@ -152,7 +152,7 @@ def base_of(tmp_path_factory):
 def start(base: DiffusionPipeline, adapter: Path | str) -> PeftModel:
     """The model that training with this adapter starts from."""
     pipeline = load_pipeline(fresh(base), torch.float32)
-    return prepare_transformer(pipeline, family_of(pipeline), SavedAdapter.read(str(adapter), pipeline), True)
+    return prepare_transformer(pipeline, get_family(pipeline), SavedAdapter.read(str(adapter), pipeline), True)
 
 
 def in_diffusers(base: DiffusionPipeline, adapter: Path) -> DiffusionPipeline:

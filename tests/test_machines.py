@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from kill_runs import Run, check_same_end, rank_in_group, relative_difference
 from launching import CPU_DDP, TESTS, run
 from paco_trl import PaCoRewardConfig, PaCoRewardTrainer
-from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, find_checkpoint
+from paco_trl.checkpointing.checkpoints import STAGING, find_checkpoint, list_checkpoints
 from test_reward_command import SETTINGS as JUDGE_SETTINGS
 from test_reward_command import pairs
 
@@ -281,6 +281,6 @@ def test_a_machine_that_is_killed(context, tiny_flux, uninterrupted, two_machine
     run.processes[1].kill()
     assert run.was_killed == [False, True]
     assert "was killed" in last_line(run, 0)
-    assert first <= len(checkpoints_of(run.output)) < 8
+    assert first <= len(list_checkpoints(run.output)) < 8
     resumed = Run(context, tiny_flux, run.output, resume=True, **two_machines, **WITHOUT_EVALUATION)
     check_same_end(resumed, uninterrupted)

@@ -40,7 +40,7 @@ from paco_trl.planning.peaks import (
 )
 from paco_trl.planning.plan import LIBRARIES, format_size, optimizer_bytes, training_memory
 from paco_trl.rewards.paco_reward import read_judge_config
-from paco_trl.rollout import family_of
+from paco_trl.rollout import get_family
 from paco_trl.rollout.loading import load_without_weights
 from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
@@ -328,7 +328,7 @@ def test_what_takes_turns_in_commands_is_planned_alone(make_trainer, tiny_flux, 
     images, evaluate = rows["evaluate images"], device_of(plan, "evaluate")
     assert all(images[part] == evaluate[part] for part in images)  # one image at a time
     assert rows["build grids"] == images
-    without_judge = {phase.name: phase.device for phase in replace(plan, serves_judge=True).commands}
+    without_judge = {phase.name: phase.device for phase in replace(plan, uses_judge_server=True).commands}
     assert without_judge["space"] == images
     quantized = {phase.name: phase.device for phase in replace(plan, quantization="int8").commands}
     assert quantized["evaluate images"]["frozen weights"] < images["frozen weights"]
@@ -341,7 +341,7 @@ def test_what_takes_turns_in_commands_is_planned_alone(make_trainer, tiny_flux, 
 def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_qwen, prompts, tmp_path):
     models = [str(tiny_qwen), str(tiny_models.build_tiny_clip(tmp_path / "clip"))]
     plan = plan_memory(str(tiny_flux), make_trainer().args, prompts, LORA, models, eval_dataset=prompts)
-    without = replace(plan, serves_judge=True)
+    without = replace(plan, uses_judge_server=True)
     offloaded = replace(plan, offload_rewards=True)
     stays, visits = ({phase.name: phase for phase in each.phases} for each in (plan, offloaded))
     rewards, clip = stays["train"].device["rewards"], device_of(without)["rewards"]
@@ -507,7 +507,7 @@ class TestKnownModels:
         count = lambda part: sum(weight.numel() for weight in part.parameters())  # noqa: E731
         folder = resolve_model_configs(model, str(tmp_path))
         pipeline = load_without_weights(folder, {"default": torch.bfloat16})
-        family = family_of(pipeline)
+        family = get_family(pipeline)
         assert count(pipeline.transformer) == transformer
         assert (
             getattr(pipeline.vae, "tile_sample_min_size", 1024) == 1024

@@ -29,7 +29,7 @@ from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.serve import ServeArguments
 from paco_trl.data import split_grid
 from paco_trl.hub import licenses
-from paco_trl.hub.cards import card_for, metadata, render_card
+from paco_trl.hub.cards import metadata, render_card, replace_repo_id
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.hub.settings import (
@@ -270,9 +270,9 @@ class TestSettings:
         written = '\nTo run it as in `run`, a run is run: vllm serve run or Class.from_pretrained("run").\n'
         for given in (card, dataclasses.replace(card, **same_words)):
             saved, there = (str(render_card(dataclasses.replace(given, repo_id=name))) for name in ("run", "u/run"))
-            assert card_for(given, "u/run", saved) == there != saved
+            assert replace_repo_id(given, "u/run", saved) == there != saved
             # What was added later stays
-            assert card_for(given, "u/run", f"{saved}{written}") == f"{there}{written}"
+            assert replace_repo_id(given, "u/run", f"{saved}{written}") == f"{there}{written}"
 
     @pytest.mark.parametrize("card", CARDS)
     def test_of_a_card_of_another_version(self, card):
@@ -280,7 +280,7 @@ class TestSettings:
         saved, there = (str(render_card(dataclasses.replace(card, repo_id=name))) for name in ("run", "u/run"))
         saved, there = (re.sub(r"^(.*\brun\b.*)$", r"\1  # old", text, flags=re.M) for text in (saved, there))
         assert "  # old" in saved
-        assert card_for(card, "u/run", f'{saved}\n```python\n# run it\nrun("runs")\n```\n') == (
+        assert replace_repo_id(card, "u/run", f'{saved}\n```python\n# run it\nrun("runs")\n```\n') == (
             f'{there}\n```python\n# run it\nrun("runs")\n```\n'
         )
 

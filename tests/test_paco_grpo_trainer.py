@@ -31,7 +31,7 @@ from paco_trl.rollout import (
     adapters,
     sde_step,
 )
-from paco_trl.rollout.policy import score_step
+from paco_trl.rollout.policy import compute_log_prob
 from paco_trl.trainer.losses import (
     PolicyStep,
     RatioStatistics,
@@ -354,13 +354,13 @@ class TestRatio:
     def test_a_rollout_without_the_adapter_stops_the_run_after_its_first_round(self, make_small, monkeypatch):
         """In the first round a new adapter is zero, so that leaving it out changes nothing."""
         trainer = make_small(max_steps=4)
-        generate = trainer.policy.pipeline_policy.generate
+        generate = trainer.policy.recording_pipeline.generate
 
         def without_adapter(*args, **kwargs):
             with trainer.model.disable_adapter():
                 return generate(*args, **kwargs)
 
-        monkeypatch.setattr(trainer.policy.pipeline_policy, "generate", without_adapter)
+        monkeypatch.setattr(trainer.policy.recording_pipeline, "generate", without_adapter)
         with pytest.raises(RuntimeError, match="ratio"):
             trainer.train()
         assert trainer.state.global_step == 2  # the steps of a round
@@ -401,7 +401,7 @@ class TestRatio:
         record = recorded_step(3, *times, 0.95, sample, step.prev_sample, step.log_prob, step.mean)
         deviations = []
         for difference in (0.01, 0.03):
-            log_prob, mean, std = score_step(velocity + difference * noise, record, sde)
+            log_prob, mean, std = compute_log_prob(velocity + difference * noise, record, sde)
             rest = torch.ones(800), 1e-4, 1e-4
             plain = clipped_surrogate(log_prob, record.log_prob, *rest).ratio
             guarded = guarded_surrogate(log_prob, record.log_prob, mean, step.mean, std, *rest, 1.0).ratio
@@ -424,7 +424,7 @@ class TestRatio:
         for difference in (0.0, 0.01, 0.3):
             caplog.clear()
             statistics = RatioStatistics(Accelerator(cpu=True), PaCoGRPOConfig("x", use_cpu=True, bf16=True))
-            log_prob = score_step(velocity + difference * noise, record, sde)[0]
+            log_prob = compute_log_prob(velocity + difference * noise, record, sde)[0]
             statistics.add_ratio(record, torch.exp(log_prob - record.log_prob), {}, torch.ones(64))
             with pytest.raises(RuntimeError, match="ratio_tolerance") if difference == 0.3 else nullcontext():
                 statistics.check_ratio(1)
@@ -499,7 +499,7 @@ class TestSteps:
 
     def test_order_of_prompts_depends_on_the_seed_only(self, make_trainer):
         trainers = make_trainer(), make_trainer(), make_trainer(seed=7)
-        orders = [[trainer.schedule.row_numbers(index) for index in range(6)] for trainer in trainers]
+        orders = [[trainer.schedule.row_indices(index) for index in range(6)] for trainer in trainers]
         assert orders[0] == orders[1] != orders[2]
         for epoch in (orders[0][:3], orders[0][3:]):
             assert sorted(sum(epoch, [])) == list(range(12))  # each prompt once an epoch
@@ -507,8 +507,8 @@ class TestSteps:
 
     def test_each_round_has_its_noise(self, make_small):
         trainer, keys = make_small(max_steps=4), []
-        generate = trainer.policy.pipeline_policy.generate
-        trainer.policy.pipeline_policy.generate = lambda *args, **kwargs: (
+        generate = trainer.policy.recording_pipeline.generate
+        trainer.policy.recording_pipeline.generate = lambda *args, **kwargs: (
             keys.extend(args[5]),
             generate(*args, **kwargs),
         )[1]
@@ -517,8 +517,11 @@ class TestSteps:
 
     def test_the_time_of_training_is_without_the_generation_of_a_round(self, make_small):
         trainer = make_small(max_steps=2)
-        generate = trainer.policy.pipeline_policy.generate
-        trainer.policy.pipeline_policy.generate = lambda *args, **kwargs: (time.sleep(2), generate(*args, **kwargs))[1]
+        generate = trainer.policy.recording_pipeline.generate
+        trainer.policy.recording_pipeline.generate = lambda *args, **kwargs: (
+            time.sleep(2),
+            generate(*args, **kwargs),
+        )[1]
         trainer.train()
         first, second = trainer.state.log_history[:2]
         assert first["time/rollout"] >= 2 > first["time/train"] > 0 < second["time/train"] < 2
@@ -535,7 +538,7 @@ class TestCallbacks:
                 images = [completion.image for completion in round.completions]
                 assert redness_reward(None, images) == pytest.approx(scores.rewards[:, 0].tolist())
                 assert [sample.advantage for c in round.completions for sample in c.samples] == advantages.tolist()
-                self.seen.append((round.index, state.global_step, [c.row_number for c in round.completions]))
+                self.seen.append((round.index, state.global_step, [c.row_index for c in round.completions]))
                 round.metrics["watched"] = float(len(images))
 
         page = (Path(__file__).parent.parent / "docs" / "paco_grpo_trainer.md").read_text(encoding="utf-8")
@@ -545,10 +548,10 @@ class TestCallbacks:
         trainer.train()
         assert (Path(trainer.args.output_dir) / "best_of_round_1.png").exists()
         assert set(logs_with(trainer, "best_row")) <= {
-            *trainer.schedule.row_numbers(0),
-            *trainer.schedule.row_numbers(1),
+            *trainer.schedule.row_indices(0),
+            *trainer.schedule.row_indices(1),
         }
-        rows = [[row for row in trainer.schedule.row_numbers(index) for _ in range(4)] for index in (0, 1)]
+        rows = [[row for row in trainer.schedule.row_indices(index) for _ in range(4)] for index in (0, 1)]
         assert Watch.seen == [(0, 0, rows[0]), (1, 2, rows[1])]
         assert logs_with(trainer, "watched") == [8.0] * 4
         assert trainer.round.completions[0].image is None  # nothing keeps the images of a round

@@ -17,7 +17,7 @@ from paco_trl.checkpointing.weights import use_weights
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, keyed_generator
 from paco_trl.rollout.families import Family
-from paco_trl.rollout.policy import Recording
+from paco_trl.rollout.policy import RecordingOptions
 from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
 from test_rollout_batch import rows_of_calls
 from testing_utils import (
@@ -130,7 +130,7 @@ class TestLoss:
         for position, batch in enumerate(trainer.round.micro_batches):
             steps = [entry["step"] for entry in record.rounds[0][2 * position : 2 * position + 2]]
             for place, sample in enumerate(batch.samples):
-                generator = keyed_generator(trainer.args.seed, 3, 0, sample.row_number, sample.generation, 1)
+                generator = keyed_generator(trainer.args.seed, 3, 0, sample.row_index, sample.generation, 1)
                 order = torch.randperm(3, generator=generator)[:2].tolist()
                 for level, step in enumerate(steps):
                     schedule = sorted({t for entry in record.rounds[0] for t in entry["step"].times.tolist()})[::-1]
@@ -193,10 +193,12 @@ class TestOldPolicy:
             assert not torch.equal(velocity_with(trainer, step, others), step.rollout_velocity)
         # The images themselves, made again
         batch, images = trainer.round.micro_batches[0], images_of(step)
-        encoded = trainer.policy.encoder.fetch(trainer.round, trainer.round.row_numbers_of([batch]))
+        encoded = trainer.policy.encoder.fetch(trainer.round, trainer.round.row_indices_of([batch]))
         for weights, is_it in ((record.averages["old_policy"][2], True), (record.weights[2], False)):
             with use_weights(trainer.model, weights, 0), trainer.policy.on_device():
-                trainer.policy.generate(batch, encoded, trainer.args.num_inference_steps, Recording(last_step=True))
+                trainer.policy.generate(
+                    batch, encoded, trainer.args.num_inference_steps, RecordingOptions(last_step=True)
+                )
             assert torch.allclose(batch.steps[-1].prev_sample, images, atol=1e-5) is is_it
 
 

@@ -81,7 +81,7 @@ def mixed(count: int = 11, seed: int = 0) -> Dataset:
     return pair_dataset(rows)
 
 
-def question_of(row: dict) -> str:
+def read_question(row: dict) -> str:
     return row["prompt"][0]["content"]
 
 
@@ -91,7 +91,7 @@ def answer_of(row: dict) -> str:
 
 def asked(dataset: Dataset) -> tuple[list, list[str]]:
     """Pairs and questions for a judge."""
-    return [tuple(row["images"]) for row in dataset], [question_of(row) for row in dataset]
+    return [tuple(row["images"]) for row in dataset], [read_question(row) for row in dataset]
 
 
 class Judged(NamedTuple):
@@ -112,7 +112,7 @@ def judged(model: torch.nn.Module, processor, dataset: Dataset) -> list[Judged]:
         slot = "<|vision_start|><|image_pad|><|vision_end|>"
         prompt = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-            f"<|im_start|>user\n{slot}{slot}{question_of(row)}<|im_end|>\n<|im_start|>assistant\n"
+            f"<|im_start|>user\n{slot}{slot}{read_question(row)}<|im_end|>\n<|im_start|>assistant\n"
         )
         completion = f"{answer_of(row)}<|im_end|>\n"
         inputs = processor(text=[prompt + completion], images=images, return_tensors="pt")

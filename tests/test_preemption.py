@@ -23,13 +23,13 @@ from transformers import Trainer, TrainerCallback
 
 from kill_runs import Run, check_same_end, different
 from launching import ROOT, check_run, run
-from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.checkpointing.checkpoints import STAGING, incomplete_files, list_checkpoints
 from paco_trl.commands import main
 from paco_trl.commands.training import train_and_save
 from paco_trl.rewards import redness_reward
-from paco_trl.trainer.resuming import ResumesExactly
+from paco_trl.trainer.resuming import ExactResumeMixin
 from paco_trl.utils.background import abandon_at_exit
-from paco_trl.utils.stopping import EXIT_CODE, Stopped, agree, defer_stop, stop_signals
+from paco_trl.utils.stopping import EXIT_CODE, StopRequested, agree, defer_stop_signals, stop_signals
 from testing_utils import files_in
 
 
@@ -59,7 +59,7 @@ def stop(context, model, output, step: int | None, codes=(EXIT_CODE,), **kwargs)
     """Run until the signal; check that all is there that it should leave."""
     run = Run(context, model, output, **{**SETTINGS, **kwargs})
     assert run.codes == list(codes), run.output_text()[-3000:]
-    assert [path.name for path in checkpoints_of(output)] == ([] if step is None else [f"checkpoint-{step}"])
+    assert [path.name for path in list_checkpoints(output)] == ([] if step is None else [f"checkpoint-{step}"])
     assert step is None or not incomplete_files(output / f"checkpoint-{step}")
     assert not (output / STAGING).exists()
     return run
@@ -95,7 +95,7 @@ def draw() -> list[float]:
 
 def test_an_evaluation_in_training_leaves_the_random_numbers(monkeypatch):
     monkeypatch.setattr(Trainer, "_evaluate", lambda self: draw())
-    trainer = object.__new__(ResumesExactly)
+    trainer = object.__new__(ExactResumeMixin)
     trainer.accelerator = SimpleNamespace(device=torch.device("cpu"))
     drawn = trainer._evaluate()
     assert all(first == second for first, second in zip(draw(), drawn, strict=True))
@@ -122,7 +122,7 @@ def test_which_evaluation_a_resumed_run_makes(changes, is_due):
         "eval_strategy": "steps", "eval_delay": 0, "global_step": 4, "max_steps": 8, "eval_steps": 2, "epoch": 1.5,
         "log_history": [],
     }  # fmt: skip
-    trainer = object.__new__(ResumesExactly)
+    trainer = object.__new__(ExactResumeMixin)
     trainer.args = trainer.state = SimpleNamespace(**settings | changes)
     assert trainer._is_evaluation_due() is is_due
 
@@ -144,8 +144,8 @@ class TestInOneProcess:
     ):
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, step, signal={**at, "number": number})
-        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
-        assert f"Stopped by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("StopRequested by")]
+        assert f"StopRequested by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
         assert (output / f"checkpoint-{step}" / "rollout_0.pt").exists() == is_round_pending
         state = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert is_evaluated == any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == step)
@@ -165,7 +165,7 @@ class TestInOneProcess:
         """Or the scheduler would kill the process, and see that in place of the code to try again."""
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, 2, reward_funcs=Hanging(kind), eval_strategy="no")
-        assert "Stopped by SIGTERM at step 2," in run.output_text()
+        assert "StopRequested by SIGTERM at step 2," in run.output_text()
 
     def test_auto_begins_where_there_is_nothing(self, context, tiny_flux, uninterrupted, tmp_path):
         output = tmp_path / "out"
@@ -178,8 +178,8 @@ class TestInOneProcess:
         """In a generation, and in that of the round it resumes with: the checkpoint is not written again."""
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, 4, signal=GENERATION)
-        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
-        assert "Stopped by SIGTERM at step 4," in line and f"{output}/checkpoint-4" in line
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("StopRequested by")]
+        assert "StopRequested by SIGTERM at step 4," in line and f"{output}/checkpoint-4" in line
         assert not (output / "checkpoint-4" / "rollout_0.pt").exists()
         written = (output / "checkpoint-4" / "run.json").stat().st_mtime_ns
         stop(context, tiny_flux, output, 4, resume="auto", signal=GENERATION)
@@ -213,7 +213,7 @@ class TestInOneProcess:
         with pytest.raises(SystemExit) as end, stop_signals():
             trainer.train()
         # Without the option a signal ends the command at once
-        assert isinstance(end.value, Stopped) == (code is None) and end.value.code == EXIT_CODE
+        assert isinstance(end.value, StopRequested) == (code is None) and end.value.code == EXIT_CODE
         saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
         assert saved == ([] if code is None else ["checkpoint-2"])
 
@@ -231,13 +231,13 @@ class TestInOneProcess:
                         os.kill(os.getpid(), signal.SIGINT)
 
         trainer = make_trainer(max_steps=4, callbacks=[Interrupt()])
-        assert main.answer("grpo", lambda: train_and_save(trainer, None, None)) == 130
+        assert main.run_command("grpo", lambda: train_and_save(trainer, None, None)) == 130
         said = capfd.readouterr().err
         saved = [path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")]
         if is_repeated:
             assert saved == [] and said.endswith("paco-trl grpo: stopped. Nothing is saved.\n")
         else:
-            assert saved == ["checkpoint-2"] and "Stopped by Ctrl-C at step 2, which is saved in" in said
+            assert saved == ["checkpoint-2"] and "StopRequested by Ctrl-C at step 2, which is saved in" in said
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     @pytest.mark.parametrize("is_enabled", [True, False])
@@ -274,8 +274,8 @@ class TestInOneProcess:
         assert (done.returncode, done.stdout) == (0, "tensor([0])\n"), done.stderr
 
     def test_after_the_last_exchange_the_command_ends(self):
-        with pytest.raises(Stopped) as end, stop_signals():
-            defer_stop()
+        with pytest.raises(StopRequested) as end, stop_signals():
+            defer_stop_signals()
             os.kill(os.getpid(), signal.SIGTERM)
             assert agree(Accelerator(cpu=True), 1) == [signal.SIGTERM, 1]
         assert end.value.code == os.EX_TEMPFAIL  # as the documentation says
@@ -298,7 +298,7 @@ class TestInTwoProcesses:
         output = tmp_path / "out"
         at = {**at, "number": signal.SIGUSR1}
         run = stop(context, tiny_flux, output, step, [EXIT_CODE] * 2, signal=at, **self.SETTINGS)
-        assert run.output_text().count("Stopped by SIGUSR1") == 1
+        assert run.output_text().count("StopRequested by SIGUSR1") == 1
         check_same_end(Run(context, tiny_flux, output, resume="auto", **SETTINGS, **self.SETTINGS), whole)
 
     def test_with_zero3(self, context, tiny_flux, tmp_path):
@@ -372,14 +372,14 @@ class TestCommands:
             process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
             end = time.monotonic() + 300
-            while not checkpoints_of(tmp_path / "out") and process.poll() is None and time.monotonic() < end:
+            while not list_checkpoints(tmp_path / "out") and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
             process.send_signal(signal.SIGUSR1)
             assert process.wait(300) not in (0, -signal.SIGUSR1)
         finally:
             process.kill()
-        (latest, *_), printed = checkpoints_of(tmp_path / "out"), (tmp_path / "log").read_text()
-        assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
+        (latest, *_), printed = list_checkpoints(tmp_path / "out"), (tmp_path / "log").read_text()
+        assert printed.count(f"StopRequested by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
         assert "on 2 process(es)" in printed and re.search(r"^ *step +redness +size ", printed, re.MULTILINE)
         assert not incomplete_files(latest) and "Traceback" not in printed
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tiny_models
 from paco_trl import PaCoReward
-from paco_trl.rollout import family_of
+from paco_trl.rollout import get_family
 from paco_trl.rollout.adapters import SavedAdapter
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.policy_building import prepare_transformer
@@ -190,7 +190,7 @@ def test_an_adapter_of_a_pipeline_is_continued(tmp_path):
     base = str(tiny_models.build_tiny_qwen_image_edit(tmp_path / "pipeline"))
     pipeline = DiffusionPipeline.from_pretrained(base)
     before = predict(pipeline.transformer)
-    targets = family_of(pipeline).lora_target_modules
+    targets = get_family(pipeline).lora_target_modules
     config = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=targets)
     model = get_peft_model(pipeline.transformer, config)
     with torch.random.fork_rng(), torch.no_grad():
@@ -204,7 +204,7 @@ def test_an_adapter_of_a_pipeline_is_continued(tmp_path):
 
     pipeline = load_pipeline(base, torch.float32)
     continued = prepare_transformer(
-        pipeline, family_of(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
+        pipeline, get_family(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
     )
     assert np.array_equal(predict(continued), tuned)
     assert any(parameter.requires_grad for parameter in continued.parameters())
@@ -212,7 +212,7 @@ def test_an_adapter_of_a_pipeline_is_continued(tmp_path):
     pipeline = load_pipeline(base, torch.float32)
     with pytest.raises(ValueError, match="blocks.7"):
         prepare_transformer(
-            pipeline, family_of(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
+            pipeline, get_family(pipeline), SavedAdapter.read(str(tmp_path / "adapter"), pipeline), True
         )
 
 

@@ -129,7 +129,7 @@ def test_another_rank_keeps_the_scale(recipe):
 def test_files_of_the_published_pairs_are_left_out_for_others(tmp_path, capsys, has_own_pairs):
     (tmp_path / "pairs.jsonl").write_text("{}")
     words = ["--dataset_name", str(tmp_path / "pairs.jsonl")] if has_own_pairs else []
-    parser = reward.parser_of(prog="paco-trl reward")
+    parser = reward.build_parser(prog="paco-trl reward")
     arguments, _ = parser.parse_args_and_config(["--config", "paco-reward-7b", "--use_cpu", "--bf16", "False", *words])
     said = capsys.readouterr().err
     assert ("without dataset_files=" in said and "because of `--dataset_name`" in said) == has_own_pairs

@@ -50,7 +50,7 @@ def sheet_of(trainer):
 
 def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
     trainer = make_trainer(**SETTINGS, per_device_train_batch_size=2)
-    prompts, first = trainer.train_dataset["prompt"], trainer.schedule.row_numbers(0)
+    prompts, first = trainer.train_dataset["prompt"], trainer.schedule.row_indices(0)
     dull = [place for place, row in enumerate(first) if is_dull(prompts[row])]
     assert 0 < len(dull) < 4
     final, shown = sheet_of(trainer)
@@ -61,7 +61,7 @@ def test_the_round_is_that_of_the_prompts_that_remain(make_trainer):
 
     # Images, scores, records and advantages are those of a round that has these prompts from the start
     twin = make_trainer(reward_funcs=dull_reward, per_device_train_batch_size=2)
-    twin.schedule.row_numbers = lambda round_index: final
+    twin.schedule.row_indices = lambda round_index: final
     other = rounds_of(twin)
     assert other.metrics["reward"] == buffer.metrics["reward"]
     assert other.metrics["dullness"] == buffer.metrics["dullness"] == 0
@@ -90,7 +90,7 @@ def test_others_have_the_size_of_those_that_they_replace(make_trainer, prompts):
     wide = prompts.map(lambda row, index: {"height": 64, "width": (64, 128)[index % 2]}, with_indices=True)
     trainer = make_trainer(**SETTINGS | {"reward_funcs": constant_reward}, train_dataset=wide)
     sizes = trainer.train_rows.training_sizes
-    before, (after, _) = trainer.schedule.row_numbers(0), sheet_of(trainer)
+    before, (after, _) = trainer.schedule.row_indices(0), sheet_of(trainer)
     assert not set(before) & set(after)
     assert [sizes[row] for row in before] == [sizes[row] for row in after] and len(set(map(tuple, sizes))) == 2
 

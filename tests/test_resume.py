@@ -15,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from kill_runs import Run, check_same_end, copy_run, different, make_run, same
-from paco_trl.checkpointing.checkpoints import STAGING, checkpoints_of, incomplete_files
+from paco_trl.checkpointing.checkpoints import STAGING, incomplete_files, list_checkpoints
 from paco_trl.rewards import redness_reward
 from testing_utils import square_prompts
 
@@ -33,7 +33,7 @@ def uninterrupted(context, tiny_flux, tmp_path_factory) -> Run:
     run = Run(context, tiny_flux, tmp_path_factory.mktemp("uninterrupted") / "out", saving={"step": 4})
     state = run.state()
     assert state["global_step"] == 8
-    assert [step_of(path) for path in checkpoints_of(run.output)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [step_of(path) for path in list_checkpoints(run.output)] == [8, 7, 6, 5, 4, 3, 2, 1]
     # What is compared below has something to say: everything moved, at a rate that changes from step to step
     assert all(value.abs().max() > 1e-3 for name, value in state["policy"].items() if "lora_B" in name)
     assert any(not torch.equal(value, state["policy"][name]) for name, value in state["ema"].items())
@@ -61,7 +61,7 @@ def remove_from(checkpoint: Path, pattern: str) -> None:
 
 def found_after_kill(output: Path) -> dict:
     """What a killed run has left: its latest checkpoint, and whether there is an unfinished one. None is broken."""
-    checkpoints = checkpoints_of(output)
+    checkpoints = list_checkpoints(output)
     for checkpoint in checkpoints:
         assert incomplete_files(checkpoint) == [], checkpoint
     staging = output / STAGING
@@ -185,7 +185,7 @@ class TestKillsInOneProcess:
         kill = {"function": "posix.unlink", "count": 3}
         run = Run(context, tiny_flux, output, resume=True, saving={"step": 6, "kill": kill}, **settings)
         assert run.was_killed == [True]
-        broken = [path.name for path in checkpoints_of(output) if incomplete_files(path)]
+        broken = [path.name for path in list_checkpoints(output) if incomplete_files(path)]
         assert broken in ([], ["checkpoint-5"])  # half of it is there, or it was put aside first
         assert not incomplete_files(output / "checkpoint-6")
         resumed = Run(context, tiny_flux, output, resume=True, **settings)
@@ -207,7 +207,7 @@ class TestFullDisk:
         assert "resume_from_checkpoint=True" in error
         assert not (output / STAGING).exists()
         assert found_after_kill(output)["latest"] == 4
-        assert len(checkpoints_of(output)) == 2
+        assert len(list_checkpoints(output)) == 2
         assert not different(uninterrupted.state(), Run(context, tiny_flux, output, resume=True).state())
 
 
@@ -370,12 +370,12 @@ def test_the_best_weights_at_the_end_after_a_resume(context, tiny_flux, tmp_path
     }  # fmt: skip
     whole = Run(context, tiny_flux, tmp_path / "a", **settings)
     state = whole.state()
-    assert {step_of(path) for path in checkpoints_of(whole.output)} == {1, 5}
+    assert {step_of(path) for path in list_checkpoints(whole.output)} == {1, 5}
     # The folder is that of the checkpoint and not the one that it was written in
     paths = [state["best"]]
     paths += [
         json.loads((path / "trainer_state.json").read_text())["best_model_checkpoint"]
-        for path in checkpoints_of(whole.output)
+        for path in list_checkpoints(whole.output)
     ]
     assert paths == [str(whole.output / "checkpoint-1")] * 3
     best, last = (load_file(whole.output / f"checkpoint-{step}" / ADAPTER) for step in (1, 5))

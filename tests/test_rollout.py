@@ -16,12 +16,12 @@ from paco_trl.rollout import (
     RecordedStep,
     SDESettings,
     cast_floating_inputs,
-    family_of,
+    compute_log_prob,
+    get_family,
     keyed_generator,
     predict,
-    score_step,
 )
-from paco_trl.rollout.pipeline_policy import share_tensors
+from paco_trl.rollout.recording_pipeline import share_tensors
 from test_families import build_policy
 
 
@@ -51,7 +51,7 @@ def policy(loaded):
 def prompt_arguments(loaded, prompts):
     """Two different prompts, encoded: batch dimension 2, float32."""
     with torch.no_grad():
-        encoded = [family_of(loaded).encode_prompt(loaded, text, "cpu") for text in prompts["prompt"][:2]]
+        encoded = [get_family(loaded).encode_prompt(loaded, text, "cpu") for text in prompts["prompt"][:2]]
     return {name: torch.cat([each[name].float() for each in encoded]) for name in encoded[0]}
 
 
@@ -61,7 +61,7 @@ def generate(policy, prompt_arguments, sde, keys=KEYS, guidance_scale=GUIDANCE):
 
 def replay(policy, record, sde):
     velocity = predict(policy.model, record.calls, policy.family, GUIDANCE, record.sample)
-    return score_step(velocity, record, sde)
+    return compute_log_prob(velocity, record, sde)
 
 
 def pixels(images):

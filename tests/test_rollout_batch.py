@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import test_families
-from paco_trl.rollout import FAMILIES, PipelinePolicy, SDESettings, keyed_generator, predict, score_step
-from paco_trl.rollout.pipeline_policy import split_step
+from paco_trl.rollout import FAMILIES, RecordingPipeline, SDESettings, compute_log_prob, keyed_generator, predict
+from paco_trl.rollout.recording_pipeline import split_step
 from test_families import NUM_STEPS, build_policy, encode
 from testing_utils import entries_of
 
@@ -31,7 +31,7 @@ class Setup:
     """A policy, and the prompt and images of a case encoded for four images."""
 
     case: test_families.Case
-    policy: PipelinePolicy
+    policy: RecordingPipeline
     arguments: dict[str, torch.Tensor]
     sources: list
 
@@ -45,7 +45,7 @@ class Setup:
     def replay(self, record, sde=SDE):
         policy, guidance_scale = self.policy, self.case.guidance_scale
         velocity = predict(policy.model, record.calls, policy.family, guidance_scale, record.sample)
-        return score_step(velocity, record, sde)
+        return compute_log_prob(velocity, record, sde)
 
     def gradients(self, record, weights):
         parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
@@ -149,7 +149,7 @@ def test_images_and_weights_are_those_of_the_training_batch(make_trainer):
         trainer = make_trainer(per_device_train_batch_size=2, per_device_rollout_batch_size=batch, **settings)
         trainer.train()
         samples = [sample for batch in trainer.round.micro_batches for sample in batch.samples]
-        places = torch.tensor([sample.completion.number for sample in samples]).argsort()
+        places = torch.tensor([sample.completion.index for sample in samples]).argsort()
         entries = entries_of(trainer.round)
         assert not any(batch.steps for batch in trainer.round.local_batches)  # of copies only the parts are kept
         columns = [[getattr(entry["step"], name) for entry in entries] for name in ("prev_sample", "log_prob")]

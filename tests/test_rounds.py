@@ -24,10 +24,10 @@ SQUARE, WIDE, TALL = (512, 512), (256, 1280), (768, 256)
 
 def layout(
     num_prompts=8, num_generations=4, batch_size=2, num_processes=1, num_trained_steps=1, num_optimizer_steps=2,
-    num_merged_batches=1,
+    micro_batches_per_rollout_batch=1,
 ):  # fmt: skip
     sizes = (num_prompts, num_generations, batch_size, num_processes, num_trained_steps, num_optimizer_steps)
-    return RoundPlan(*sizes, num_merged_batches)
+    return RoundPlan(*sizes, micro_batches_per_rollout_batch)
 
 
 def images_of_steps(round_plan, assignment):
@@ -65,27 +65,31 @@ class TestArithmetic:
         assert (one.gradient_accumulation_steps, four.gradient_accumulation_steps) == (8, 32)
 
 
-def plan(num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, num_merged_batches=1, **sizes):
+def plan(
+    num_processes=1, num_generations=4, batch_size=2, num_trained_steps=1, micro_batches_per_rollout_batch=1, **sizes
+):
     names = {"num_prompts": "num_prompts_per_generation", "num_optimizer_steps": "optimizer_steps_per_generation"}
     requested = RoundSizes(**{names.get(name, name): size for name, size in sizes.items()})
     given = {
         "num_processes": num_processes, "num_generations": num_generations, "batch_size": batch_size,
-        "num_trained_steps": num_trained_steps, "num_merged_batches": num_merged_batches,
+        "num_trained_steps": num_trained_steps, "micro_batches_per_rollout_batch": micro_batches_per_rollout_batch,
     }  # fmt: skip
     num_prompts, num_optimizer_steps = round_sizes(requested, **given)
     return RoundPlan(num_prompts=num_prompts, num_optimizer_steps=num_optimizer_steps, **given)
 
 
 class TestPlan:
-    @pytest.mark.parametrize("num_merged_batches", [1, 2])
-    def test_prompts_are_rounded_up_to_the_next_number_that_divides(self, num_merged_batches):
+    @pytest.mark.parametrize("micro_batches_per_rollout_batch", [1, 2])
+    def test_prompts_are_rounded_up_to_the_next_number_that_divides(self, micro_batches_per_rollout_batch):
         found = set()
         for G, B, processes, steps in product((3, 4, 6), (1, 2, 4), (1, 2, 5), (1, 2, 3)):
             for prompts in (1, 5, 42):
-                batch = processes * B * num_merged_batches * steps
+                batch = processes * B * micro_batches_per_rollout_batch * steps
                 smallest = next(n for n in range(prompts, 1000) if n * G % batch == 0)
                 sizes = {"num_prompts": prompts, "num_optimizer_steps": steps}
-                planned = plan(processes, G, B, num_merged_batches=num_merged_batches, **sizes)
+                planned = plan(
+                    processes, G, B, micro_batches_per_rollout_batch=micro_batches_per_rollout_batch, **sizes
+                )
                 assert (planned.num_prompts, planned.num_optimizer_steps) == (smallest, steps)
                 found.add(smallest - prompts)
         assert len(found) > 10
@@ -96,7 +100,7 @@ class TestPlan:
             {"generation_batch_size": 18},  # no full groups
             {"generation_batch_size": 6, "batch_size": 1},
             {"generation_batch_size": 12, "num_processes": 2},  # no full batches
-            {"generation_batch_size": 32, "num_merged_batches": 3},
+            {"generation_batch_size": 32, "micro_batches_per_rollout_batch": 3},
             {"steps_per_generation": 5},
             {"steps_per_generation": 33, "num_trained_steps": 2},
             {"generation_batch_size": 64, "gradient_accumulation_steps": 7},
@@ -114,7 +118,7 @@ class TestPlan:
         for value in sizes.values():
             assert str(value) in str(error.value)
         (numbers,) = re.findall(r"`num_prompts_per_generation` to ([\d or]+),", str(error.value))
-        names = {"num_processes", "batch_size", "num_merged_batches", "num_trained_steps"} & sizes.keys()
+        names = {"num_processes", "batch_size", "micro_batches_per_rollout_batch", "num_trained_steps"} & sizes.keys()
         rest = {name: sizes[name] for name in names}
         for number in map(int, numbers.split(" or ")):
             assert plan(num_prompts=number, **rest).num_prompts == number
@@ -248,7 +252,7 @@ class TestAssign:
             assert not np.array_equal(assign(a, sizes, tuple(other)), first)
 
     def test_batches_of_generation_are_neighbors_on_any_number_of_processes(self):
-        sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(num_merged_batches=2)
+        sizes, plain, merged = [SQUARE, WIDE] * 4, layout(), layout(micro_batches_per_rollout_batch=2)
         assert (merged.rollout_batch_size, merged.steps_per_generation) == (4, plain.steps_per_generation)
         found = []
         for number in (1, 2, 4):

@@ -17,7 +17,7 @@ from judge_server import JudgeServer, completion, pictures_of
 from other_judges import build_other_judge, first_logits
 from paco_trl import PaCoReward
 from paco_trl.commands import grpo
-from paco_trl.commands.script_arguments import ScriptArguments, judges_of, load_eval_rewards, load_rewards
+from paco_trl.commands.script_arguments import ScriptArguments, find_judges, load_eval_rewards, load_rewards
 from paco_trl.rewards import JudgeUnavailableError, RubricReward
 from paco_trl.rewards.judge import Answer, _read_rating, expected_rating
 from paco_trl.rewards.judge_rewards import read_rubric
@@ -278,11 +278,11 @@ class TestCommandLine:
         assert names == ["rubric_instruction", "rubric_unchanged", "rubric_mine"]
         assert first.judge is second.judge is third.judge and "0 to 5" in third.rubric
         assert any(hasattr(weight, "__tensor_flatten__") for weight in first.judge.model.parameters())
-        assert [*judges_of(arguments)] == [(str(folders["qwen2.5"]), None)]
+        assert [*find_judges(arguments)] == [(str(folders["qwen2.5"]), None)]
         arguments.eval_judge_model = str(folders["llava"])
         evaluation = load_eval_rewards(arguments, [first, load_rewards, second, third])
         assert evaluation[1] is load_rewards and evaluation[0].judge is evaluation[3].judge is not first.judge
-        assert evaluation[0].judge.model.config.model_type == "llava" and len(judges_of(arguments)) == 2
+        assert evaluation[0].judge.model.config.model_type == "llava" and len(find_judges(arguments)) == 2
 
     def test_unknown(self):
         for name in ("rubric:", "rubric"):

@@ -40,7 +40,7 @@ def pixels(images) -> list[np.ndarray]:
 
 def watch_drawing(trainer, wait_before=lambda number: None, events=None) -> list[list]:
     """A list that gets the images of each micro-batch; `wait_before` is told its number, `events` gets a "D"."""
-    drawn, draw, events = [], trainer.policy.pipeline_policy.generate, [] if events is None else events
+    drawn, draw, events = [], trainer.policy.recording_pipeline.generate, [] if events is None else events
 
     def watched(*args, **kwargs):
         wait_before(len(drawn))
@@ -49,7 +49,7 @@ def watch_drawing(trainer, wait_before=lambda number: None, events=None) -> list
         events.append("D")
         return images, records
 
-    trainer.policy.pipeline_policy.generate = watched
+    trainer.policy.recording_pipeline.generate = watched
     return drawn
 
 
@@ -287,7 +287,7 @@ class TestCeilings:
             return [0.81, 0.82, 0.83, 0.84] if prompts[0] == alike else [0.1, 0.9, 0.2, 0.8]
 
         trainer = make_trainer(reward_funcs=reward, **settings)
-        alike = trainer.train_dataset["prompt"][trainer.schedule.row_numbers(0)[0]]
+        alike = trainer.train_dataset["prompt"][trainer.schedule.row_indices(0)[0]]
         trainer.state.max_steps = 2
         buffer = trainer._generate_and_score_completions(0)
         assert buffer.metrics["frac_groups_uninformative"] == 1 - taught / 4
@@ -341,11 +341,11 @@ class TestMemory:
             reward = WithModel()
             trainer = make_trainer(reward_funcs=reward, offload_rewards=offload, **settings)
 
-            def draw(*args, generate=trainer.policy.pipeline_policy.generate, events=reward.events, **kwargs):
+            def draw(*args, generate=trainer.policy.recording_pipeline.generate, events=reward.events, **kwargs):
                 events.append("G")
                 return generate(*args, **kwargs)
 
-            before, trainer.policy.pipeline_policy.generate = weights_of(trainer), draw
+            before, trainer.policy.recording_pipeline.generate = weights_of(trainer), draw
             trainer.train()
             metrics = trainer.evaluate()
             assert not are_equal(weights_of(trainer), before)

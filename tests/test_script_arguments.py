@@ -22,8 +22,8 @@ from paco_trl.commands.script_arguments import (
     ScriptArguments,
     check_reward_names,
     check_sizes,
+    find_judges,
     get_peft_config,
-    judges_of,
     load_eval_rewards,
     load_reward,
     load_rewards,
@@ -275,9 +275,9 @@ def test_each_judge_is_asked_what_its_rewards_ask():
     """A judge of Yes and No need not write scores, and one that writes need not have log-probabilities."""
     of = {"judge_model": "a", "judge_url": "http://a", "eval_judge_model": "b", "eval_judge_url": "http://b"}
     arguments = ScriptArguments(rewards=["edit", "clip_t"], eval_rewards=["words:editscore"], **of)
-    assert judges_of(arguments) == {("a", "http://a"): ["edit"], ("b", "http://b"): ["words:editscore"]}
+    assert find_judges(arguments) == {("a", "http://a"): ["edit"], ("b", "http://b"): ["words:editscore"]}
     same = ScriptArguments(rewards=["edit"], eval_rewards=["words:editscore"], judge_model="a", judge_url="http://a")
-    assert judges_of(same) == {("a", "http://a"): ["edit", "words:editscore"]}
+    assert find_judges(same) == {("a", "http://a"): ["edit", "words:editscore"]}
 
 
 @pytest.mark.parametrize("field", ["rewards", "eval_rewards"])

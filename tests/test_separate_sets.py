@@ -170,7 +170,7 @@ class TestRounds:
         schedule, epochs = RoundSchedule(args, lengths), []
         for epoch in range(2):
             first = epoch * schedule.rounds_per_epoch
-            rounds = [schedule.row_numbers(first + index) for index in range(schedule.rounds_per_epoch)]
+            rounds = [schedule.row_indices(first + index) for index in range(schedule.rounds_per_epoch)]
             counts = [sum(lengths[row] for row in rows) for rows in rounds]
             assert len({row for rows in rounds for row in rows}) == sum(map(len, rounds))
             assert max(counts) <= 24 and max(counts) - min(counts) <= 6
@@ -179,19 +179,19 @@ class TestRounds:
         # Rows of one length are slices of the permutation, as they were before there were sets
         ones, twos = (RoundSchedule(args, [length] * 50) for length in (1, 2))
         assert (ones.rows_per_round, twos.rows_per_round) == (24, 12)
-        taken = [row for index in range(2) for row in ones.row_numbers(index)]
-        assert taken == [row for index in range(4) for row in twos.row_numbers(index)]
+        taken = [row for index in range(2) for row in ones.row_indices(index)]
+        assert taken == [row for index in range(4) for row in twos.row_indices(index)]
 
     def test_images_and_completions(self):
         rows = PromptRows(sets(2, 3, 2), settings(), "it")
         round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 6)
-        assert [sample.prompt_number for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
-        owners = [None if sample.is_filler else sample.completion.number for sample in round.samples]
+        assert [sample.prompt_index for sample in round.samples[::2]] == [2, 3, 4, 0, 1, 2]
+        owners = [None if sample.is_padding else sample.completion.index for sample in round.samples]
         assert owners == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, None, None]
         finished = {}
         for number in [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10]:
             image = Image.new("RGB", (4, 4), (number, 0, 0))
-            finished |= {done.number: done.image for done in round.add(Batch([round.samples[number]]), [image])}
+            finished |= {done.index: done.image for done in round.add(Batch([round.samples[number]]), [image])}
         assert list(finished) == [2, 1, 0, 3]
         assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
         assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
@@ -277,7 +277,7 @@ def test_training(make_trainer, tmp_path, changes):
 
 
 def test_other_sets_take_the_place_of_dull_ones(make_trainer):
-    first = make_trainer(**SETTINGS).schedule.row_numbers(0)
+    first = make_trainer(**SETTINGS).schedule.row_indices(0)
     dull = [f"Theme {row}." for row in first]
 
     def reward(prompts, panel_images, theme, **kwargs):
@@ -296,7 +296,7 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
         for number, count in enumerate(lengths[final[group]] for group in (0, 1) for _ in range(4))
     }
     twin = make_trainer(**SETTINGS | {"reward_funcs": reward})
-    twin.schedule.row_numbers = lambda round_index: final
+    twin.schedule.row_indices = lambda round_index: final
     assert buffer.metrics["prompts_resampled"] == 2
     for entry, expected in zip(entries_of(buffer), entries_of(round_of(twin)), strict=True):
         assert torch.equal(entry["advantages"], expected["advantages"]) and expected["advantages"].any()
@@ -336,7 +336,7 @@ class TestAnchored:
         rows = trainer.evaluator.rows_of(trainer.eval_dataset)
         for row, theme in enumerate(("Theme 0.", "Theme 1.")):
             images = []
-            for call in rows.prompt_numbers[row]:
+            for call in rows.prompt_indices[row]:
                 source = {"image": images[0], **resizes} if images else {}
                 noise = keyed_generator(trainer.args.seed, STREAMS["evaluation"], 0, call, 0, 0)
                 images += plain(
@@ -352,7 +352,7 @@ class TestAnchored:
     def test_anchor_of_each_image(self):
         rows = PromptRows(sets(2, 3, 2), settings(panel_generation="anchored"), "it")
         round = Round(rows, [1, 0], 2, (0, 3, 0), [(32, 32)] * 3, 7)  # the last two calls are the first two again
-        found = [sample.completion.number if sample.is_anchored else None for sample in round.samples]
+        found = [sample.completion.index if sample.is_anchored else None for sample in round.samples]
         assert found == [None, None, 0, 1, 0, 1, None, None, 2, 3, None, None, 0, 1]
 
     def test_each_image_of_a_set_has_its_own_first_panel_as_source(self, make):
@@ -407,7 +407,7 @@ class TestAnchored:
         round = Round(rows, [0, 1], 1, (0, 3, 0), rows.training_sizes)
         with trainer.policy.on_device():
             found = list(trainer.policy.rollout(round, [Batch([sample]) for sample in round.samples], 2))
-        assert [[done.number for done in finished] for finished in found] == [[0], [], [], [1], []]
+        assert [[done.index for done in finished] for finished in found] == [[0], [], [], [1], []]
 
     @pytest.mark.parametrize(
         "changes",

@@ -60,7 +60,7 @@ QUESTION = "Alike?"
 RIGHT = right(*PAIR, QUESTION)
 
 
-def question_of(request):
+def read_question(request):
     return request["messages"][-1]["content"][-1]["text"]
 
 
@@ -255,10 +255,10 @@ class TestFaultsThatStay:
     def test_the_only_question_for_ever(self, server, judge, clock):
         """Nobody else asks: a question of another kind tells that the server is not down."""
         server.fault = lambda number: (
-            clock.after(20.0, "500") if POISON in question_of(server.requests[number]) else None
+            clock.after(20.0, "500") if POISON in read_question(server.requests[number]) else None
         )
         assert asyncio.run(judge.answer([PAIR], [POISON])) == [Answer(None, "unavailable")]
-        assert Counter(map(question_of, server.requests))[plain_question()] == 1
+        assert Counter(map(read_question, server.requests))[plain_question()] == 1
 
 
 class TestUnavailable:

@@ -134,7 +134,7 @@ class TestWrite:
     def test_it_is_written_without_gradio(self, adapter, tmp_path, monkeypatch):
         """For the least version that the package requires; else for the installed one."""
         installed = write_space(SpaceArguments(str(adapter), str(tmp_path / "installed")))
-        monkeypatch.setattr("paco_trl.commands.space.version_of", lambda package: None)
+        monkeypatch.setattr("paco_trl.commands.space.get_version", lambda package: None)
         without = write_space(SpaceArguments(str(adapter), str(tmp_path / "without")))
         (least,) = {str(Requirement(text).specifier) for text in requires("paco_trl") if text.startswith("gradio>")}
         for folder, version in ((installed, gradio.__version__), (without, least.removeprefix(">="))):

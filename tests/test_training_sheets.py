@@ -78,7 +78,7 @@ def test_tables_of_completions_as_trl_sends_them(make, monkeypatch, package):
     tables = [(values["completions"], values["train/global_step"]) for values in sent if "completions" in values]
     assert [step for _, step in tables] == ([] if package == "mlflow" else [0, 1])
     for number, (found, _) in enumerate(tables):
-        generations, rows = trainer.num_generations, trainer.schedule.row_numbers(number)
+        generations, rows = trainer.num_generations, trainer.schedule.row_indices(number)
         assert [*found] == ["prompt", "redness_reward", "advantage"] and len(found) == 2 * generations
         prompts = [trainer.train_rows.prompts[row] for row in rows for _ in range(generations)]
         assert found["prompt"].tolist() == prompts and found["advantage"].nunique() > 1

@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 import test_families
-from paco_trl.rollout import SDESettings, family_of, keyed_generator
+from paco_trl.rollout import SDESettings, get_family, keyed_generator
 from paco_trl.rollout.families import FluxFamily, UnlistedFamily
 from paco_trl.tiny.flux import build_vae, enlarge, train_clip_and_t5_tokenizers
 from testing_utils import count_images
@@ -147,8 +147,8 @@ class TestGeneration:
 
     def test_defaults(self, built, name):
         with pytest.warns(UserWarning, match=r"no family class for \w+: its transformer's output is taken"):
-            family = family_of(built[name])
-        assert isinstance(family, UnlistedFamily) and family.max_batch_size == 1 and family.max_images == 0
+            family = get_family(built[name])
+        assert isinstance(family, UnlistedFamily) and family.max_batch_size == 1 and family.max_source_images == 0
         assert family.text_encoders == ("text_encoder",) and family.size_multiple(built[name]) == 4
 
 
@@ -158,7 +158,7 @@ class TestEncoding:
             def __call__(self, prompt, height, width, num_inference_steps, generator):
                 return self.transformer()
 
-        family = family_of(OtherwisePipeline(**built["chroma"].components))
+        family = get_family(OtherwisePipeline(**built["chroma"].components))
         family.resolve_negative_prompt(built["chroma"], 1.0, None)
         with pytest.raises(ValueError, match="does not use its `encode_prompt`"):
             family.encode_prompt(OtherwisePipeline(**built["chroma"].components), "a red fox", "cpu")
@@ -169,7 +169,7 @@ class TestEncoding:
                 pass
 
         pipeline = PlainPipeline(**built["chroma"].components)
-        family = family_of(pipeline)
+        family = get_family(pipeline)
         assert family.call_arguments(32, 48, 1.0, []) == {"height": 32, "width": 48}
         assert family.resolve_negative_prompt(pipeline, 1.0, None) is None
         for guidance_scale, negative_prompt in ((3.5, None), (1.0, "ugly")):
@@ -199,12 +199,12 @@ class TestRefusedByTheClass:
     )
     def test_by_its_name(self, name, reason):
         with pytest.raises(ValueError, match=rf"no family class for {name}.*{reason}"):
-            family_of(name)
+            get_family(name)
 
     def test_a_name_is_only_checked(self, recwarn):
-        assert isinstance(family_of("ChromaPipeline"), UnlistedFamily)
-        assert isinstance(family_of("PipelineOfARepositorysOwn"), UnlistedFamily)
-        assert type(family_of("FluxPipeline")) is FluxFamily
+        assert isinstance(get_family("ChromaPipeline"), UnlistedFamily)
+        assert isinstance(get_family("PipelineOfARepositorysOwn"), UnlistedFamily)
+        assert type(get_family("FluxPipeline")) is FluxFamily
         assert not [each for each in recwarn if "family class" in str(each.message)]
 
 

@@ -15,7 +15,7 @@ from chat_server import ChatServer, answer
 from judge_server import LoopClock, pictures_of
 from paco_trl.commands import evaluate_judge, grpo
 from paco_trl.commands.evaluate_arguments import main as evaluate_main
-from paco_trl.commands.script_arguments import ScriptArguments, check_judged, judges_of, load_rewards
+from paco_trl.commands.script_arguments import ScriptArguments, check_judged, find_judges, load_rewards
 from paco_trl.data.columns import typed_dataset
 from paco_trl.image_benchmarks.gedit_protocols import read_answer
 from paco_trl.rewards import JudgeUnavailableError, RubricReward, WordsReward
@@ -349,7 +349,7 @@ class TestCommandLine:
         arguments = ScriptArguments(rewards=names, **options)
         first, _, second = load_rewards(arguments)
         assert first.judge is second.judge and (first.num_answers, second.prompt.scale) == (2, 25)
-        assert [*judges_of(arguments)] == [("writer", server.url)]
+        assert [*find_judges(arguments)] == [("writer", server.url)]
         (rubric,) = [RubricReward(first.judge, "instruction")]
         assert rubric.judge is first.judge
         first.judge.close()

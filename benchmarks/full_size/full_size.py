@@ -33,7 +33,7 @@ from paco_trl.commands import main as commands
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
 from paco_trl.planning.peaks import fake_weights
-from paco_trl.rollout import family_of
+from paco_trl.rollout import get_family
 from paco_trl.trainer.round_trainer import RoundTrainer
 from paco_trl.utils.files import write_atomically
 from phases import GIB, Phases, in_gib, ratios, run_part
@@ -57,7 +57,7 @@ def brightness_reward(completions, **kwargs):
 """
 
 
-def words_of(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> list[str]:
+def split_words(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> list[str]:
     """Return the words of the recipe's command."""
     reward = folder / "brightness.py"
     reward.write_text(REWARD, encoding="utf-8")
@@ -150,8 +150,8 @@ def load(model: Path, adapter: Path, report: Path) -> None:
             # PEFT computes an adapter in float32, diffusers in the dtype of the model
             adapted = PeftModel.from_pretrained(pipeline.transformer, adapter, autocast_adapter_dtype=False)
             pipeline.transformer = adapted.to(torch.bfloat16)
-        family = family_of(pipeline)
-        sources = [Image.new("RGB", (128, 128))] if family.max_images else []
+        family = get_family(pipeline)
+        sources = [Image.new("RGB", (128, 128))] if family.max_source_images else []
         with fast_products():
             image = pipeline(
                 prompt="A red fox.", num_inference_steps=1, output_type="latent",
@@ -175,7 +175,7 @@ def load(model: Path, adapter: Path, report: Path) -> None:
 def rehearse(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> dict:
     """Rehearse a recipe with a model, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = words_of(recipe, model, folder, options)
+    words = split_words(recipe, model, folder, options)
     reports = {part: folder / f"{part}.json" for part in ("plan", "train", "resume", "load")}
     read = lambda part: json.loads(reports[part].read_text(encoding="utf-8"))  # noqa: E731
     run_part(__file__, "plan", reports["plan"], *words)

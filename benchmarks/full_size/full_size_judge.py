@@ -218,7 +218,7 @@ def serve(model: Path, vllm: str, report: Path) -> None:
 # ---- The rehearsal ----
 
 
-def words_of(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> list[str]:
+def split_words(recipe: str, model: Path, folder: Path, options: dict[str, Any]) -> list[str]:
     """Return the words of the recipe's command."""
     rows = []
     for number, panel in enumerate(panels(PANEL)):
@@ -238,7 +238,7 @@ def rehearse_judge(recipe: str, model: Path, folder: Path, options: dict[str, An
     """Rehearse a judge's recipe, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     vllm = options.pop("vllm", None)
-    words = words_of(recipe, model, folder, options)
+    words = split_words(recipe, model, folder, options)
     reports = {part: folder / f"{part}.json" for part in ("plan", "score", "train", "resume", "adapter", "serve")}
     read = lambda part: json.loads(reports[part].read_text(encoding="utf-8"))  # noqa: E731
     run_part(__file__, "plan", reports["plan"], *words)

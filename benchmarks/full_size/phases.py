@@ -17,7 +17,7 @@ from diffusers import DiffusionPipeline
 
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.encoder import PromptEncoder
-from paco_trl.rollout.pipeline_policy import PipelinePolicy
+from paco_trl.rollout.recording_pipeline import RecordingPipeline
 from paco_trl.trainer import round_trainer
 from paco_trl.trainer.round_trainer import RoundTrainer
 
@@ -143,7 +143,7 @@ class Phases:
         load_pipeline = round_trainer.load_pipeline
         vars(round_trainer)["load_pipeline"] = load
         for owner, name, phase in (
-            (PromptEncoder, "encode", "encode"), (PipelinePolicy, "generate", "generate"), (Rewards, "call", "score"),
+            (PromptEncoder, "encode", "encode"), (RecordingPipeline, "generate", "generate"), (Rewards, "call", "score"),
             (RoundTrainer, "training_step", "train"), (RoundTrainer, "_save_checkpoint", "save"),
             (RoundTrainer, "save_model", "save"), (RoundTrainer, "evaluate", "evaluate"),
         ):  # fmt: skip

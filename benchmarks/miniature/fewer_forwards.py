@@ -34,7 +34,7 @@ from miniature.settings import EDITS
 from paco_trl import PaCoGRPOTrainer, PaCoReward
 from paco_trl.rewards import EditReward, RubricReward
 from paco_trl.rollout import Family, RecordedStep
-from paco_trl.rollout.pipeline_policy import _batched
+from paco_trl.rollout.recording_pipeline import _batched
 from paco_trl.rollout.rounds import Batch
 from paco_trl.trainer.round_schedule import TrainingRound
 

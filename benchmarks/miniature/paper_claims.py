@@ -233,7 +233,7 @@ def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return ratios
 
 
-def judges_of(folder: Path) -> dict[str, Any]:
+def find_judges(folder: Path) -> dict[str, Any]:
     """What the dataset and the judge of a seed came to."""
     found = {step: Miniature(folder, read_settings(folder)).result(step) for step in ("dataset", "judge")}
     accuracies = {
@@ -269,7 +269,7 @@ def main() -> None:
     record = {"setting": setting, "torch": torch.__version__, "ratios": ratios_of(results), "results": results}
     folders = {str(seed): arguments.work_dir / f"seed-{seed}" for seed in arguments.seeds}
     if results.keys() - {"first_token", "first_token_long"}:
-        record["judges of the demo"] = {seed: judges_of(folder) for seed, folder in folders.items()}
+        record["judges of the demo"] = {seed: find_judges(folder) for seed, folder in folders.items()}
     arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draw(results, len(arguments.seeds), arguments.output.with_suffix(".png"))
     if "speed" in results:

@@ -354,7 +354,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         with self.watch.section("scoring: advantages, metrics, buffer"):
             round = super()._generate_and_score_completions(index)
         self._prompts_of = {
-            id(step): [self.train_rows.prompts[sample.row_number] for sample in batch.samples]
+            id(step): [self.train_rows.prompts[sample.row_index] for sample in batch.samples]
             for batch in round.micro_batches
             for step in batch.steps
         }

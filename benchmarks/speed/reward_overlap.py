@@ -174,7 +174,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
 
                 def add_recorded(completions):
                     rows, images = (
-                        [round.row(done.row_number) for done in completions],
+                        [round.row(done.row_index) for done in completions],
                         [done.image for done in completions],
                     )
                     self.drawn.append((rows, images))

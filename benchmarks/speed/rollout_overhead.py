@@ -19,7 +19,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 
-from paco_trl.rollout import PipelinePolicy, SDESettings, family_of, predict, score_step
+from paco_trl.rollout import RecordingPipeline, SDESettings, compute_log_prob, get_family, predict
 from paco_trl.rollout.loading import load_pipeline
 from paco_trl.rollout.policy_building import prepare_transformer
 from paco_trl.tiny import build_tiny_flux
@@ -69,7 +69,7 @@ def main() -> None:
     transformer.to(dtype)
     plain = FluxPipeline.from_pretrained(folder, transformer=transformer, dtype=dtype).to(args.device)
     plain.set_progress_bar_config(disable=True)
-    family = family_of(plain)
+    family = get_family(plain)
     prompt = family.encode_prompt(plain, "a story in four panels", torch.device(args.device))
     arguments = {"height": args.size, "width": args.size, "num_inference_steps": args.steps, "guidance_scale": 3.5}
     autocast = torch.autocast(args.device, dtype, enabled=dtype != torch.float32)
@@ -93,7 +93,7 @@ def main() -> None:
 
     adapter_time = median_time(generate_with_adapter, args.repeats, args.device)
 
-    policy = PipelinePolicy(pipeline, family, model, signature)
+    policy = RecordingPipeline(pipeline, family, model, signature)
     sde = SDESettings((1,), 0.7)
     records = []
 
@@ -113,7 +113,7 @@ def main() -> None:
     def replay_step():
         with autocast, torch.no_grad():
             velocity = predict(model, records[0].calls, family, 3.5, records[0].sample)
-            score_step(velocity, records[0], sde)
+            compute_log_prob(velocity, records[0], sde)
 
     forward_time = median_time(forward, args.repeats, args.device)
     replay_time = median_time(replay_step, args.repeats, args.device)

@@ -167,7 +167,7 @@ def count_objective(name: str, folder: Path) -> Waits:
         peft_config=LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian"),
     )  # fmt: skip
     with waits_counted() as waits:
-        policy = trainer.policy.pipeline_policy
+        policy = trainer.policy.recording_pipeline
 
         def step() -> str:
             index, sde = policy.scheduler.next_step_index, policy.scheduler.sde

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from paco_trl.data import split_grid
-from paco_trl.image_benchmarks.statistics import Unit
+from paco_trl.image_benchmarks.statistics import SampleKey
 
 from .edit_world import EditTruth
 from .truth import SetTruth, judge_set, read_panels
@@ -31,7 +31,9 @@ MEANS = Path(__file__).parents[2] / "benchmarks" / "miniature" / "miniature.json
 RED, GREEN = "#d0201b", "#1a7f37"
 
 
-def choose_sets(before: Mapping[Unit, Truth], after: Mapping[Unit, Truth], count: int = SHOWN) -> list[Unit]:
+def choose_sets(
+    before: Mapping[SampleKey, Truth], after: Mapping[SampleKey, Truth], count: int = SHOWN
+) -> list[SampleKey]:
     """Return sets at even ranks of those of the first noise whose first truth changed, largest gain first."""
     first = sorted(unit for unit in before if unit[1] == 0)
     gains = {unit: after[unit][0] - before[unit][0] for unit in first}
@@ -44,7 +46,7 @@ def plot_before_and_after(
     folder: Path,
     path: Path,
     rows: Sequence[Mapping[str, Any]],
-    truths: Sequence[Mapping[Unit, SetTruth]],
+    truths: Sequence[Mapping[SampleKey, SetTruth]],
     means: Any = None,
     columns: int = SHOWN,
 ) -> None:
@@ -109,7 +111,7 @@ def _show_set(axis: Any, image: Image.Image, row: Mapping[str, Any]) -> None:
             axis.add_patch(Rectangle(corner, side - 4, side - 4, fill=False, edgecolor=RED, linewidth=3.5))
 
 
-def _read_truths(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Unit, SetTruth]:
+def _read_truths(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[SampleKey, SetTruth]:
     truths = {}
     for row in rows:
         for path in sorted((folder / row["id"]).glob("*.png")):

@@ -15,7 +15,7 @@ from PIL import Image
 from paco_trl import PaCoReward
 from paco_trl.data import edit_consistency_question, edit_following_question
 from paco_trl.evaluation import auroc
-from paco_trl.image_benchmarks.statistics import Unit
+from paco_trl.image_benchmarks.statistics import SampleKey
 from paco_trl.rewards import EditReward, RubricReward
 from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 
@@ -105,7 +105,7 @@ class EditMiniature(Miniature):
 
 def edit_and_read(
     folder: Path, adapter: Path | None, prompts: "Dataset", settings: MiniatureSettings
-) -> dict[Unit, EditTruth]:
+) -> dict[SampleKey, EditTruth]:
     """Edit the sources of the test prompts at full resolution, and read from the pixels what they show."""
     pipeline = load_toy_kontext()
     if adapter is not None:
@@ -135,12 +135,12 @@ def edit_and_read(
     return truths
 
 
-def image_path(folder: Path, unit: Unit) -> Path:
+def image_path(folder: Path, unit: SampleKey) -> Path:
     """Return the file of an edit."""
     return folder / unit[0] / f"{unit[1]}.png"
 
 
-def judge_the_judge(folder: Path, prompts: "Dataset", truths: Mapping[Unit, EditTruth]) -> dict[str, float]:
+def judge_the_judge(folder: Path, prompts: "Dataset", truths: Mapping[SampleKey, EditTruth]) -> dict[str, float]:
     """Compute how well the judge's answers about edits of the untrained generator tell the truth, as AUROC."""
     judge = PaCoReward.from_pretrained(toy_edit_judge_path(), batch_size=128, dtype="float32")
     rows = {row["id"]: row for row in prompts}
@@ -157,7 +157,7 @@ def judge_the_judge(folder: Path, prompts: "Dataset", truths: Mapping[Unit, Edit
     return {name: auroc(of, [getattr(truths[unit], name) for unit in units]) for name, of in scores.items()}
 
 
-def plot_edits(folder: Path, prompts: "Dataset", truths: Mapping[str, Mapping[Unit, EditTruth]]) -> None:
+def plot_edits(folder: Path, prompts: "Dataset", truths: Mapping[str, Mapping[SampleKey, EditTruth]]) -> None:
     """Plot edits whose success changed: the source, and from the same noise what came of it before and after."""
     rows = {row["id"]: row for row in prompts}
     chosen = choose_sets(truths["before"], truths["after"], count=8)

@@ -10,7 +10,7 @@ import torch
 from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, generate_grids
-from paco_trl.image_benchmarks.statistics import Unit, cell, difference
+from paco_trl.image_benchmarks.statistics import SampleKey, cell, difference
 
 from .edit_world import EditTruth
 from .models import toy_flux_path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from diffusers import DiffusionPipeline
 
-Truths = Mapping[Unit, SetTruth | EditTruth]  # by prompt id and seed
+Truths = Mapping[SampleKey, SetTruth | EditTruth]  # by prompt id and seed
 
 
 def generate_and_read(

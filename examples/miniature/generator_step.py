@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
-from paco_trl.checkpointing.checkpoints import checkpoints_of
+from paco_trl.checkpointing.checkpoints import list_checkpoints
 from paco_trl.rewards import ClipTReward, ConsistencyReward
 
 from .models import toy_clip_path, toy_flux_path
@@ -64,7 +64,7 @@ def train_with_rewards(
         "max_steps": 2 * settings.num_rounds,
         "save_steps": max(2, settings.num_rounds // 4 * 2),
         "save_total_limit": 1,
-        "overwrite_output_dir": not checkpoints_of(folder),  # of a run that was killed before its result was written
+        "overwrite_output_dir": not list_checkpoints(folder),  # of a run that was killed before its result was written
         "seed": settings.seed,
         "use_cpu": True,
         "bf16": False,
@@ -80,6 +80,6 @@ def train_with_rewards(
         peft_config=LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian"),
     )
     show_figures(trainer, {f"rewards/{reward.__name__}/mean": reward.__name__ for reward in rewards})
-    trainer.train(resume_from_checkpoint=bool(checkpoints_of(folder)))
+    trainer.train(resume_from_checkpoint=bool(list_checkpoints(folder)))
     trainer.save_model()
     return trainer

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, RUN_OUTPUTS, foreign_files, published_files_of, select_files
+from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, RUN_OUTPUTS, foreign_files, get_published_files, select_files
 from ..utils.errors import OptionError
-from ..utils.files import file_on_path, open_weights, read_record, write_atomically
+from ..utils.files import apply_umask, file_on_path, read_record, write_atomically
 from ..utils.locks import take_lock
 from ..utils.model_files import SETTINGS
 from ..utils.text import differences
@@ -62,12 +62,12 @@ def clear_staging(output_dir: str | Path) -> None:
         shutil.rmtree(folder)
 
 
-def publish(staging_dir: Path, output_dir: str | Path, run: dict) -> Path:
+def commit_checkpoint(staging_dir: Path, output_dir: str | Path, run: dict) -> Path:
     """Publish a complete checkpoint atomically, with its `run` and the list of its files in `run.json`."""
     paths = [path for path in sorted(staging_dir.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(staging_dir)): path.stat().st_size for path in paths}
     (staging_dir / RUN_FILE).write_text(json.dumps({"run": run, "files": files}, indent=2), encoding="utf-8")
-    open_weights(paths)
+    apply_umask(paths)
     # Flush to the disk first, or a renamed directory may contain empty files after a power failure
     _sync(*staging_dir.rglob("*"), staging_dir)
     target = Path(output_dir) / staging_dir.name
@@ -133,7 +133,7 @@ def _delete_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(trash.parent, ignore_errors=True)
 
 
-def checkpoints_of(output_dir: str | Path) -> list[Path]:
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """List the checkpoints in an output directory, complete or not, latest first."""
     folder = Path(output_dir)
     lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
@@ -156,11 +156,11 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         return None
     is_path = requested is not True and requested != "auto"
     if is_path and not Path(str(requested)).exists():
-        checkpoints_of(Path(str(requested)).parent)  # restores a checkpoint after a kill
-    if is_path and (of_run := checkpoints_of(str(requested))):
+        list_checkpoints(Path(str(requested)).parent)  # restores a checkpoint after a kill
+    if is_path and (of_run := list_checkpoints(str(requested))):
         message = f"'{requested}' is the directory of a run. Name one of its checkpoints, such as '{of_run[0]}'."
         raise OptionError(message, "resume_from_checkpoint")
-    for checkpoint in [Path(str(requested))] if is_path else checkpoints_of(output_dir):
+    for checkpoint in [Path(str(requested))] if is_path else list_checkpoints(output_dir):
         if not (files := incomplete_files(checkpoint)):
             return checkpoint
         reason = f"{files[0]} is missing or truncated."
@@ -180,7 +180,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
 
 def how_to_resume(output_dir: str | Path) -> str:
     """Return advice on how to resume an interrupted run."""
-    complete = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
+    complete = [checkpoint for checkpoint in list_checkpoints(output_dir) if not incomplete_files(checkpoint)]
     if not complete:
         return "Nothing is saved."
     return f"Rerun with `--resume_from_checkpoint auto` to resume from '{complete[0]}'."
@@ -230,7 +230,7 @@ def check_identity(checkpoint: Path, saved_run: dict, identity: dict) -> None:
 
 def _new_run_from(checkpoint: Path) -> str:
     """Say how to start a new run from the adapter of a checkpoint; a judge's is only continued in Python."""
-    is_of_pipeline = published_files_of(checkpoint) is PIPELINE_ADAPTER
+    is_of_pipeline = get_published_files(checkpoint) is PIPELINE_ADAPTER
     how = f" (`--adapter {checkpoint}`, in Python `peft_config`)" if is_of_pipeline else ""
     return f"a new run from its adapter{how} in another `output_dir`"
 
@@ -255,20 +255,20 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         raise OptionError(message, "output_dir")
     if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
         raise OptionError(message, "output_dir")
-    for checkpoint in checkpoints_of(output_dir):
+    for checkpoint in list_checkpoints(output_dir):
         if not (checkpoint / RUN_FILE).exists():
             message = f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away."
             raise OptionError(message, "output_dir")
 
 
-def begin_output_dir(output_dir: str | Path) -> None:
+def mark_output_dir(output_dir: str | Path) -> None:
     """Mark a directory as a run's. After a kill, this may be the only sign that its files are the package's."""
     write_atomically(Path(output_dir) / RUN_FILE, json.dumps({"run": {}, "files": {}}), durable=False)
 
 
 def check_same_run(output_dir: str | Path, identity: dict) -> None:
     """Reject the directory of another run, which can be neither resumed nor continued."""
-    for checkpoint in checkpoints_of(output_dir):
+    for checkpoint in list_checkpoints(output_dir):
         if incomplete_files(checkpoint):  # skipped on resuming
             continue
         if changes := differences(read_run(checkpoint).get("identity", identity), identity):
@@ -279,9 +279,9 @@ def check_same_run(output_dir: str | Path, identity: dict) -> None:
             )  # fmt: skip
 
 
-def check_rerun(output_dir: str | Path, resumed_checkpoint: Path | None) -> None:
+def check_no_checkpoints(output_dir: str | Path, resumed_checkpoint: Path | None) -> None:
     """Reject a run that would overwrite the checkpoints of an earlier one without resuming it."""
-    checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir) if not incomplete_files(checkpoint)]
+    checkpoints = [checkpoint for checkpoint in list_checkpoints(output_dir) if not incomplete_files(checkpoint)]
     if checkpoints and (
         resumed_checkpoint is None or resumed_checkpoint.resolve().parent != Path(output_dir).resolve()
     ):
@@ -294,9 +294,9 @@ def check_rerun(output_dir: str | Path, resumed_checkpoint: Path | None) -> None
         )  # fmt: skip
 
 
-def check_saved_model(output_dir: str | Path) -> None:
+def check_no_model(output_dir: str | Path) -> None:
     """Reject a run that would overwrite the model of an earlier one, of which no checkpoint is left."""
-    if published_files_of(output_dir) is not None and all(map(incomplete_files, checkpoints_of(output_dir))):
+    if get_published_files(output_dir) is not None and all(map(incomplete_files, list_checkpoints(output_dir))):
         raise OptionError(
             f"`output_dir`, '{output_dir}', has the model of an earlier run. Overwrite it with "
             "`overwrite_output_dir=True`, or choose another directory.",
@@ -306,7 +306,7 @@ def check_saved_model(output_dir: str | Path) -> None:
 
 def delete_run(output_dir: str | Path) -> None:
     """Delete the checkpoints, curves, sheets and evaluations of an earlier run, but keep its prompt embeddings."""
-    for checkpoint in checkpoints_of(output_dir):
+    for checkpoint in list_checkpoints(output_dir):
         if (checkpoint / RUN_FILE).exists():
             _delete_checkpoint(checkpoint)
     for path in select_files(output_dir, RUN_OUTPUTS).values():
@@ -338,7 +338,7 @@ def write_checkpoint(
 
     def end(folder: Path) -> None:
         if should_save:
-            publish(folder, output_dir, run)
+            commit_checkpoint(folder, output_dir, run)
 
     for writer in (begin, *writers, end):
         failure = None
@@ -360,9 +360,9 @@ def write_checkpoint(
             ) from failure
 
 
-def drop_old_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
+def rotate_checkpoints(output_dir: str, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints beyond a limit, but never the best one or the one just written."""
-    checkpoints = [checkpoint for checkpoint in checkpoints_of(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
+    checkpoints = [checkpoint for checkpoint in list_checkpoints(output_dir)[::-1] if (checkpoint / RUN_FILE).exists()]
     complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
@@ -395,7 +395,7 @@ def load_round(checkpoint: Path, process_index: int, device: "torch.device", is_
 
 def find_saved_model(folder: Path) -> Path:
     """Find the newest model of an output directory: the directory itself, or its latest complete checkpoint."""
-    models = [checkpoint for checkpoint in checkpoints_of(folder) if _is_complete(checkpoint)][:1]
+    models = [checkpoint for checkpoint in list_checkpoints(folder) if _is_complete(checkpoint)][:1]
     models = [*[folder] * _is_complete(folder), *models]
     if not models:
         raise ValueError(f"'{folder}' has no complete saved model. Pass the directory of a run or a checkpoint.")
@@ -403,7 +403,7 @@ def find_saved_model(folder: Path) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    return published_files_of(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
+    return get_published_files(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
 
 
 def _saved_at(folder: Path) -> tuple[str, int]:

@@ -21,10 +21,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
-from ..utils.fsdp import divide, gather_parts, local_part, model_class, reshard
+from ..utils.fsdp import local_shard, model_class, reshard, shard_like, unshard_like
 
 
-def zero_stage_of(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.Module) -> int:
+def get_zero_stage(accelerator: Accelerator, model: nn.Module, wrapped_model: nn.Module) -> int:
     """Return the stage of ZeRO, or 0 without DeepSpeed or before `train()`. DeepSpeed's own stage 0 counts as 1."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return 0 if plugin is None or wrapped_model is model else max(plugin.zero_stage, 1)
@@ -78,7 +78,7 @@ def local_weights(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
     parameters = trained_parameters(model)
     if zero_stage == 0:
         # Under DeepSpeed, weights are in the compute dtype until the engine exists
-        return {name: local_part(parameter.detach()).float() for name, parameter in parameters.items()}
+        return {name: local_shard(parameter.detach()).float() for name, parameter in parameters.items()}
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 
     get_master = safe_get_local_fp32_param if zero_stage == 3 else safe_get_full_fp32_param
@@ -101,7 +101,7 @@ def gather_weights(
             # Partitions are padded to the same size
             value = torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape)
         else:
-            value = gather_parts(value, parameter)
+            value = unshard_like(value, parameter)
         if keep:
             full[name] = value.detach().to("cpu", copy=True)
     return full
@@ -119,7 +119,7 @@ def split_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: i
             padded[: value.numel()] = value.flatten()
             value = padded[size * dist.get_rank(group) :][:size].clone()
         else:
-            value = local_part(divide(value, parameter))
+            value = local_shard(shard_like(value, parameter))
         local[name] = value
     return local
 
@@ -160,7 +160,7 @@ def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_st
 def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
     """Return the tensors that forward passes read, in the model's dtype: partitions, or parameters."""
     return {
-        name: (parameter.ds_tensor if zero_stage == 3 else local_part(parameter.detach())).data
+        name: (parameter.ds_tensor if zero_stage == 3 else local_shard(parameter.detach())).data
         for name, parameter in trained_parameters(model).items()
     }
 

@@ -105,7 +105,7 @@ def make_grids(args: arguments.GridsArguments) -> None:
 
     prompts = result(args, "prompts")
     spec = args.read_loading_spec()
-    call = args.call_of(spec)
+    call = args.get_call_arguments(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
     settings |= spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.weights
     # Without an accelerator, processes only form a group if told to use the CPU

@@ -32,7 +32,7 @@ from .stages import run_stage
 
 
 if TYPE_CHECKING:
-    from ..generation.inference import LoadingSpec
+    from ..generation.inference import PipelineSpec
 
 PIPELINE_QUANTIZATION = (
     "Quantization of transformer and text encoders: `auto` (as in the run), `nf4`, `int8`, `fp8`, `fp8_storage`, or "
@@ -106,7 +106,7 @@ class PipelineArguments:
         None, "Width in pixels. Defaults to the column `width`, or for edits to the pipeline's choice."
     )
 
-    def read_loading_spec(self) -> "LoadingSpec":
+    def read_loading_spec(self) -> "PipelineSpec":
         """Read the specification of the pipeline."""
         from ..generation.inference import DEFAULT_MODEL, read_adapter, read_pipeline
 
@@ -117,7 +117,7 @@ class PipelineArguments:
             return read_pipeline(model or DEFAULT_MODEL, **options)
         return read_adapter(self.adapter, model, **options)
 
-    def call_of(self, spec: "LoadingSpec") -> dict[str, Any]:
+    def get_call_arguments(self, spec: "PipelineSpec") -> dict[str, Any]:
         """Return the call options besides the size, by default those of the run."""
         return {name: value for name, value in spec.call.items() if name not in ("height", "width")} | self.call
 

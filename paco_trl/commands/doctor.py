@@ -32,9 +32,9 @@ from rich.table import Table
 from transformers import TrainerState
 
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
-from ..checkpointing.checkpoints import checkpoints_of, find_checkpoint
+from ..checkpointing.checkpoints import find_checkpoint, list_checkpoints
 from ..checkpointing.weights import trained_parameters
-from ..hub.account import HTTPError, check_contents, find_repository
+from ..hub.account import HTTPError, check_repo, check_repo_contents
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..planning import MemoryPlan, plan_memory
 from ..planning.image_run import ImageRun
@@ -42,7 +42,7 @@ from ..planning.known_models import resolve_model_configs
 from ..planning.plan import USABLE, format_size
 from ..rewards.scoring import reward_arguments
 from ..rewards.weighting import RewardError, Rewards
-from ..rollout import family_of
+from ..rollout import get_family
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
 from ..rollout.prompt_rows import PromptRows
@@ -57,29 +57,29 @@ from ..trainer.checks import (
     warn_of_trained_rows,
 )
 from ..trainer.round_schedule import RoundSchedule
-from ..utils.errors import frames_of_cause, is_message_enough
-from ..utils.fsdp import places_weights
+from ..utils.errors import frames_of_cause, is_user_error
+from ..utils.fsdp import shards_weights
 from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
-from .env import VERSIONS, newer_than_tested, version_of
-from .main import as_typed
+from .env import VERSIONS, get_version, newer_than_tested
+from .main import format_as_flags
 from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,
     check_judged,
     check_rewards,
+    find_judges,
     fit_panel_options,
     fit_reward_options,
     get_peft_config,
     has_model,
-    judges_of,
     load_eval_prompts,
     load_eval_rewards,
     load_rewards,
     load_train_prompts,
-    target_modules_of,
+    parse_target_modules,
     user_functions,
 )
 from .training import check_start
@@ -145,7 +145,7 @@ def check_versions(state: DoctorState) -> Row:
     if torch.cuda.is_available():
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_properties(0).name}, {bf16} bf16"
-    versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := version_of(name))]
+    versions = [f"{name} {version}" for name in (_PACKAGE, *VERSIONS) if (version := get_version(name))]
     network = (
         "" if check_hub_connection() else f"; {constants.ENDPOINT} cannot be reached, so only cached files are found"
     )
@@ -184,7 +184,7 @@ def check_configuration(state: DoctorState) -> Row:
         state.skips = "There is no GPU, so no weights are loaded."
         if state.plan_args.device_memory is None:
             row.verdict = WARNING
-            row.advice = f"The run stops here: {as_typed(error)} `--use_cpu` runs the other checks on the CPU."
+            row.advice = f"The run stops here: {format_as_flags(error)} `--use_cpu` runs the other checks on the CPU."
     state.args = args
     state.run_args = copy.copy(args)
     if not isinstance(args, PaCoGRPOConfig):
@@ -208,7 +208,7 @@ def check_output_folder(state: DoctorState) -> Row | str:
     check_start(run, _published_files(state))
     if (checkpoint := find_checkpoint(run.output_dir, run.resume_from_checkpoint)) is not None:
         return f"The run continues from '{checkpoint}'."
-    if checkpoints := checkpoints_of(run.output_dir):
+    if checkpoints := list_checkpoints(run.output_dir):
         finding = f"'{run.output_dir}' has checkpoints up to '{checkpoints[0].name}', which the run does not continue."
         return Row(WARNING, finding, "It deletes them." if run.overwrite_output_dir else "")
     return f"'{run.output_dir}' has no checkpoints; the run starts from the beginning."
@@ -227,10 +227,10 @@ def check_hub(state: DoctorState) -> str:
         return "Nothing is pushed: `push_to_hub` is off."
     api = HfApi(token=args.hub_token, library_name=_PACKAGE)
     repo_id = args.hub_model_id or Path(args.output_dir).absolute().name
-    repo_id, info = find_repository(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
+    repo_id, info = check_repo(api, repo_id, args.hub_private_repo, revision=args.hub_revision)
     if info is None:
         return f"The repository {repo_id} at {api.endpoint} will be created."
-    check_contents(api, info, state.script_args.model_name_or_path, _published_files(state))
+    check_repo_contents(api, info, state.script_args.model_name_or_path, _published_files(state))
     return f"The repository {repo_id} at {api.endpoint} exists and can be written to."
 
 
@@ -359,7 +359,7 @@ def check_model(state: DoctorState) -> Row | str:
         description = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         description += "" if is_new else f", continued from '{script_args.adapter}'"
     state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
-    if not places_weights(args):
+    if not shards_weights(args):
         state.generator.prepare()
     state.trainer = trainer
     finding = (
@@ -386,7 +386,7 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
             return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
         pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
     with truncations_counted(pipeline):  # tokenizers warn of each long text
-        family = family_of(pipeline)
+        family = get_family(pipeline)
         described = [describe_truncated(pipeline, family, rows.named_prompts, rows.where) for rows in state.rows]
     if warnings := [text for text in described if text is not None]:
         return Row(WARNING, " ".join(warnings))
@@ -396,7 +396,7 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
 
 def check_memory(state: DoctorState) -> Row:
     """Plan the memory of a process by phase, from configs alone, and compare it with a device."""
-    total = state.plan_args.memory_of(state.args)
+    total = state.plan_args.device_bytes(state.args)
     if isinstance(state.args, PaCoGRPOConfig):
         plan = image_plan(state.script_args, state.args, state.train_dataset, state.eval_dataset)
     else:
@@ -415,7 +415,9 @@ def host_memory() -> int:
 
 def judge_plan(script_args: reward.ScriptArguments, args: Any) -> MemoryPlan:
     """Plan the memory of a judge's training."""
-    peft_config = LoraConfig(r=script_args.lora_r, target_modules=target_modules_of(script_args.lora_target_modules))
+    peft_config = LoraConfig(
+        r=script_args.lora_r, target_modules=parse_target_modules(script_args.lora_target_modules)
+    )
     quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
     return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
 
@@ -425,7 +427,7 @@ def image_plan(
 ) -> MemoryPlan:
     """Plan the memory of a PaCo-GRPO, DiffusionNFT or AWM run."""
     rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
-    models = [model for model, url in judges_of(script_args) if url is None]
+    models = [model for model, url in find_judges(script_args) if url is None]
     models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
     peft_config = get_peft_config(script_args, args.model_init_kwargs)
     arguments = (script_args.model_name_or_path, args, train_dataset, peft_config, models)
@@ -435,7 +437,7 @@ def image_plan(
 def _memory_savings(plan: MemoryPlan) -> list[str]:
     """List the settings that would save memory in a plan, the cheapest first."""
     is_image_model = isinstance(plan.run, ImageRun)
-    has_judge = isinstance(plan.run, ImageRun) and bool(plan.run.judges) and not plan.serves_judge
+    has_judge = isinstance(plan.run, ImageRun) and bool(plan.run.judges) and not plan.uses_judge_server
     has_rewards = has_judge or isinstance(plan.run, ImageRun) and plan.run.clip_bytes > 0
     quantization = "`--quantization int8` or `nf4`" if is_image_model else "`--load_in_4bit`"
     savings = {
@@ -530,7 +532,7 @@ def check_ratio(state: DoctorState) -> Row | str:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for batch in round.batches[0]:
-            for micro_batch in batch.split(layout.num_merged_batches, trainer.family):
+            for micro_batch in batch.split(layout.micro_batches_per_rollout_batch, trainer.family):
                 for step in micro_batch.steps:
                     log_prob = generator.replay(step)
                     log_prob.mean().backward()
@@ -642,14 +644,14 @@ def run_check(check: Callable[[DoctorState], Any], state: DoctorState) -> list[R
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
-        if is_generating and places_weights(state.args):
+        if is_generating and shards_weights(state.args):
             reason = "DeepSpeed or FSDP places the model only when training begins."
             return [Row(SKIPPED, reason, "Run the doctor without it.")]
         result = check(state)
     except Exception as error:
-        frames = "" if is_message_enough(error) else frames_of_cause(error)
+        frames = "" if is_user_error(error) else frames_of_cause(error)
         sys.stderr.write(traceback.format_exc() if frames is None else frames)
-        return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else as_typed(error))]
+        return [Row(FAILED, f"{type(error).__name__}: {error}" if frames is None else format_as_flags(error))]
     finally:
         logger.removeHandler(handler)
     rows = result if isinstance(result, list) else [Row(OK, result) if isinstance(result, str) else result]

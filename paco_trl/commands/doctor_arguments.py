@@ -13,7 +13,7 @@ from .grpo import ImageCommandParser
 from .options import option
 from .parser import CommandParser
 from .script_arguments import ScriptArguments
-from .stages import work_of
+from .stages import import_function
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)  # a lower-case b would be bits
@@ -34,7 +34,7 @@ class PlanArguments:
             message = f"`--device_memory` is {self.device_memory!r}, but must be a size, such as 24GiB."
             yield OptionError(message, "device_memory")
 
-    def memory_of(self, args: Any) -> int | None:
+    def device_bytes(self, args: Any) -> int | None:
         """Return the memory of the device in bytes, `None` without one."""
         if self.device_memory is not None and (size := _SIZE.fullmatch(self.device_memory.strip())):
             is_binary = size[3] or not self.device_memory.upper().endswith("B")
@@ -51,7 +51,7 @@ def parser_for(command: str) -> CommandParser:
     text = f"Checks a model, a dataset and settings without training. Takes the options of `paco-trl {command}`."
     program = f"paco-trl doctor {command}"
     if command == "reward":
-        return reward.parser_of(PlanArguments, prog=program, description=text)
+        return reward.build_parser(PlanArguments, prog=program, description=text)
     config = "PaCoNFTConfig" if command == "nft" else "PaCoGRPOConfig"
     return ImageCommandParser(ScriptArguments, config, PlanArguments, prog=program, description=text)
 
@@ -73,4 +73,4 @@ def main(arguments: list[str]) -> int:
             f"it got {command!r}, but the first argument must be the command to check: grpo, nft or reward."
         )
     parser_for(command).read(argv)  # fails early, before a model is read
-    return work_of("doctor", "diagnose")(command, argv)
+    return import_function("doctor", "diagnose")(command, argv)

@@ -14,7 +14,7 @@ _OPTIONAL_PACKAGES = ("bitsandbytes", "huggingface-hub", "openai", "torchao", "t
 TESTED_WITH = {"trl": "1.16", "transformers": "5.24"}
 
 
-def version_of(package: str) -> str | None:
+def get_version(package: str) -> str | None:
     """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
@@ -24,7 +24,7 @@ def version_of(package: str) -> str | None:
 
 def newer_than_tested() -> list[str]:
     """Describe libraries that are newer than the tested versions."""
-    installed_versions = {name: version_of(name) or tested_version for name, tested_version in TESTED_WITH.items()}
+    installed_versions = {name: get_version(name) or tested_version for name, tested_version in TESTED_WITH.items()}
     return [
         f"paco_trl was tested with {name} {tested_version}, but {installed_versions[name]} is installed. Its trainers "
         "override private "
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     rows = {
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version_of(name) or "not installed" for name in ("paco_trl", *VERSIONS, *_OPTIONAL_PACKAGES)},
+        **{name: get_version(name) or "not installed" for name in ("paco_trl", *VERSIONS, *_OPTIONAL_PACKAGES)},
         "CUDA of torch": torch.version.cuda or "none",
         "GPUs": ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus) or "none",
     }

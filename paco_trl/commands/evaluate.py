@@ -23,7 +23,7 @@ from ..generation import generate_edits, generate_grids
 from ..generation.edits import edit_keys
 from ..generation.grids import image_sizes
 from ..generation.image_files import digest_of_prompts
-from ..generation.inference import LoadingSpec
+from ..generation.inference import PipelineSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
 from ..image_benchmarks.image_sets import SystemImages, find_generated_sets, write_panel_files
@@ -32,7 +32,7 @@ from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.chat import ChatEndpoint
-from ..utils.errors import OptionError, refuse
+from ..utils.errors import OptionError, raise_errors
 from ..utils.files import read_record, write_atomically
 from ..utils.fingerprint import digest_model_files
 from ..utils.locks import sole_writer
@@ -68,16 +68,16 @@ def _load_benchmark(args) -> Dataset:
             args.dataset_name, args.dataset_split, getattr(args, "alignment_file", None), args.dataset_config
         )
         return arrange_sets(sets, args.set_layout)
-    refuse(find_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`"))
+    raise_errors(find_unused(args, ("set_layout",), f"with `--benchmark {args.benchmark}`"))
     if args.benchmark == "stories":
-        refuse(find_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`"))
+        raise_errors(find_unused(args, ("dataset_config", "dataset_split"), "with `--benchmark stories`"))
         return complete_image_sets(load_stories(args.dataset_name))
     # The published script shows its judge another version of the source than the edited one
     source = "input_image" if getattr(args, "protocol", None) == "published" else None
     return load_edit_prompts(args.dataset_name, args.dataset_split, source_column=source, config=args.dataset_config)
 
 
-def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, spec: LoadingSpec) -> Dataset:
+def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArguments, spec: PipelineSpec) -> Dataset:
     """Load the benchmark, and fill in `args` for its sets from the adapter's training run, or the defaults."""
     run = {} if spec.card is None or args.benchmark == "gedit" else spec.card.settings
     if args.benchmark == "t2is":
@@ -115,7 +115,7 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *seeds_and_size), settings
 
 
-def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None) -> Step:
+def generate(args: arguments.GenerateArguments, spec: PipelineSpec | None = None) -> Step:
     """Generate the images of a system, by default the one in the options."""
     spec = args.read_loading_spec() if spec is None else spec
     benchmark = _load_as_trained(args, spec)
@@ -124,8 +124,8 @@ def generate(args: arguments.GenerateArguments, spec: LoadingSpec | None = None)
         panels = {name: getattr(args, name) for name in PANEL_OPTIONS}
         check_panel_options(**panels)
     else:
-        refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
-    call = args.call_of(spec)
+        raise_errors(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
+    call = args.get_call_arguments(spec)
     names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
     settings = spec.weights | {name: getattr(args, name) for name in names} | spec.settings | call | panels
     settings |= {"model": spec.model, "model_files": digest_model_files(spec.model)}
@@ -289,7 +289,7 @@ def images(args: arguments.ImagesArguments) -> None:
         shared_options = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
         stage_args = cls(**shared_options | overrides | {"output_dir": str(folder / role)})
         stage_args.typed = {name for name in getattr(args, "typed", ()) if name not in overrides}
-        refuse(stage_args.errors())
+        raise_errors(stage_args.errors())
         return stage_args
 
     score_overrides: dict[str, Any] = {

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
-from ..utils.errors import OptionError, errors_of
+from ..utils.errors import OptionError, collect_errors
 from ..utils.option_checks import DTYPES, PANEL_GENERATIONS, PROTOCOLS, QUANTIZATIONS, SET_LAYOUTS
 from .build_arguments import PIPELINE_QUANTIZATION, PipelineArguments, RequestArguments
 from .options import find_unused, option
@@ -373,7 +373,7 @@ class JudgeArguments(JudgeOptions):
             message = f"`--template {self.template}` is for benchmarks of edits, such as `--benchmark edit_reward`."
             yield OptionError(message, "template", "benchmark")
         elif in_words:
-            yield from errors_of(read_words_prompt, self.template, self.judge_url, options=("template",))
+            yield from collect_errors(read_words_prompt, self.template, self.judge_url, options=("template",))
         else:
             yield from find_unused(self, ("judge_answers",), "without `--template words:...`", "template")
         unused = ["template"] * (not in_words and self.benchmark not in ("rankings", "vc_reward"))

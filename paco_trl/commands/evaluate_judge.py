@@ -21,7 +21,7 @@ from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_r
 from ..evaluation.judge_benchmarks import is_consistency_rank
 from ..rewards import WordsJudge
 from ..utils.chat import ChatEndpoint
-from ..utils.errors import OptionError, refuse
+from ..utils.errors import OptionError, raise_errors
 from ..utils.files import digest
 from ..utils.fingerprint import describe_scorer
 from .evaluate_arguments import BENCHMARKS, JudgeArguments, load_judge
@@ -63,7 +63,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     benchmark = script_args.benchmark
     dataset_name = script_args.dataset_name or BENCHMARKS[benchmark]
     if benchmark == "rankings" and is_consistency_rank(dataset_name):
-        refuse(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
+        raise_errors(find_unused(script_args, ("dataset_config", "dataset_split"), "with ConsistencyRank-Bench"))
     dataset = load_rankings(benchmark, dataset_name, script_args.dataset_split, script_args.dataset_config)
     if benchmark == "rankings" and "ranking" not in dataset.column_names:
         if "images" not in dataset.column_names:
@@ -73,7 +73,7 @@ def evaluate(script_args: JudgeArguments) -> None:
             )
         benchmark = "pairs"
         dataset = as_pairs(dataset, dataset_name)
-        refuse(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
+        raise_errors(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
 
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)

@@ -25,14 +25,14 @@ from transformers import TrainerState
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
-from ..generation.inference import DEFAULT_MODEL, LoadingSpec, read_adapter, read_pipeline
+from ..generation.inference import DEFAULT_MODEL, PipelineSpec, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.score_store import open_scores
-from ..image_benchmarks.statistics import Line, Unit, table
+from ..image_benchmarks.statistics import Line, SampleKey, table
 from ..rewards.checks import check_columns
-from ..rewards.scoring import IMAGES_PER_CALL, offloadable_models, reward_arguments
+from ..rewards.scoring import COMPLETIONS_PER_CALL, offloadable_models, reward_arguments
 from ..rewards.weighting import Rewards
-from ..rollout import FAMILIES, family_of
+from ..rollout import FAMILIES, get_family
 from ..rollout.adapters import SavedAdapter
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.kernels import keep_dtype_of_norms
@@ -43,7 +43,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
-from ..utils.errors import refuse
+from ..utils.errors import raise_errors
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import describe, digest_model_files
 from ..utils.images import to_png
@@ -53,7 +53,7 @@ from ..utils.option_checks import check_panel_options
 from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
 from .evaluate_arguments import PromptsArguments
-from .main import say
+from .main import print_message
 from .options import config_options, find_unused
 from .script_arguments import (
     PromptDataArguments,
@@ -81,14 +81,14 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     class_name = class_name if isinstance(class_name, str) else class_name[-1]
     family = FAMILIES.get(class_name)
-    if family is not None and family.needs_images:
+    if family is not None and family.requires_source_image:
         is_editing = True
     elif base.card is not None:
         is_editing = base.card.trained_on == "edits"
     else:
         is_editing = config_options()["family_defaults"].get(class_name, {}).get("edits", False)
     args.edits |= is_editing and "edits" not in args.typed  # as in training
-    refuse(find_unused_edit_options(args))
+    raise_errors(find_unused_edit_options(args))
     shared_fields = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args: Any = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared_fields})
     script_args.model_name_or_path, script_args.typed = base.model, args.typed
@@ -99,12 +99,12 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     check_sizes(args, args, rows.dataset)
     del settings["set_layout"]  # the rows have it
     if not rows.has_separate:
-        refuse(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
+        raise_errors(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": digest_model_files(base.model)}
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
-        rows.measure(pipeline, family_of(pipeline))
+        rows.measure(pipeline, get_family(pipeline))
     leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
     for leak in filter(None, leaks):
         logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
@@ -152,7 +152,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
             console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
-def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
+def _read_systems(args: PromptsArguments) -> list[PipelineSpec]:
     """Read the base model and the adapters, which are all loaded with the settings of the first."""
     dtype = "auto" if args.bf16 is None else "bfloat16" if args.bf16 else "float32"
     options: dict[str, Any] = {"dtype": dtype, "quantization": args.quantization, "vae_tiling": args.vae_tiling}
@@ -179,22 +179,22 @@ def _read_systems(args: PromptsArguments) -> list[LoadingSpec]:
                 first_spec.model, {"default": torch.float32}, encodes=False, **first_spec.hub_arguments
             )
             if system.adapter is not None:
-                check_trained(pipeline, family_of(pipeline), SavedAdapter.read(system.adapter, pipeline))
+                check_trained(pipeline, get_family(pipeline), SavedAdapter.read(system.adapter, pipeline))
     return [first_spec.base, *systems]
 
 
-def _find_leak(spec: LoadingSpec, rows: PromptRows) -> str | None:
+def _find_leak(spec: PipelineSpec, rows: PromptRows) -> str | None:
     """Find an evaluation prompt that a trained model saw: the first of its training, by its record."""
     prompt = spec.card.prompt if spec.card else None
     first = prompt[0] if isinstance(prompt, list) else prompt
-    row = next((image.row_number for image in rows.image_prompts if image.prompt == first), None)
+    row = next((image.row_index for image in rows.image_prompts if image.prompt == first), None)
     if row is None:
         return None
     name = public_name(spec.name)
     return f"{name} was trained on the prompt of row {row}, and maybe on others: it may be better on these alone."
 
 
-def _settings(args: PromptsArguments, base: LoadingSpec) -> dict[str, Any]:
+def _settings(args: PromptsArguments, base: PipelineSpec) -> dict[str, Any]:
     """Return the settings of all images: the options, the first adapter's run, or the defaults, in this order."""
     names = ("height", "width", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
     settings: dict[str, Any] = {
@@ -224,20 +224,20 @@ def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps
     return f"{', '.join(sizes)}, {num_steps} steps"
 
 
-def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
+def _generate(spec: PipelineSpec, settings: dict, rows: PromptRows, files: dict, accelerator: Accelerator) -> None:
     """Generate the missing images of a system like `evaluate()` of training, from the same noise."""
     dtype = torch.bfloat16 if settings["bf16"] else torch.float32
     scale = settings["guidance_scale"]
     pipeline = spec.load("cpu")
-    family = family_of(pipeline)
+    family = get_family(pipeline)
     model = pipeline.transformer
     rows.measure(pipeline, family)
     if accelerator.is_main_process:
-        say("evaluate", _describe_work(rows, files, settings["num_inference_steps"]))
+        print_message("evaluate", _describe_work(rows, files, settings["num_inference_steps"]))
     keep_dtype_of_norms(model)
     # Frozen weights make room for the text encoders
-    pipeline_policy = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
-    policy = Policy(pipeline_policy, accelerator, scale, offload_embeddings=True)
+    recording_pipeline = wrap_pipeline(pipeline, family, model.requires_grad_(False), dtype)
+    policy = Policy(recording_pipeline, accelerator, scale, offload_embeddings=True)
     key = (settings["seed"], STREAMS["evaluation"], 0)
     sizes = rows.inference_sizes
     round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
@@ -247,7 +247,7 @@ def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, 
         completion = round.completions[number]
         with torch.no_grad():
             policy.encoder.encode(
-                rows, [completion.row_number], ahead=range(completion.row_number + 1, len(rows))[:ROWS_AHEAD]
+                rows, [completion.row_index], ahead=range(completion.row_index + 1, len(rows))[:ROWS_AHEAD]
             )
             batches = [Batch([sample]) for sample in completion.samples]
             # The last image completes a set
@@ -263,12 +263,12 @@ def _generate(spec: LoadingSpec, settings: dict, rows: PromptRows, files: dict, 
 
 def _score(
     rewards: Rewards, rows: PromptRows, files: Mapping[ImageIndex, Path], folder: Path
-) -> dict[str, dict[Unit, float]]:
+) -> dict[str, dict[SampleKey, float]]:
     """Score the images of a system with each reward; a missing score is NaN, and the next run requests it again."""
     indices = {f"{row}/{image}": (row, image) for row, image in files}
     digests = {key: hashlib.sha256(files[index].read_bytes()).hexdigest() for key, index in indices.items()}
     num_generations = len(indices) // len({row for row, _ in files})
-    values: dict[str, dict[Unit, float]] = {}
+    values: dict[str, dict[SampleKey, float]] = {}
     for index, name in enumerate(rewards.names):
         with (
             open_scores(folder, name, rewards.descriptions[name], digests) as store,
@@ -277,7 +277,9 @@ def _score(
             tqdm(total=len(store.pending), desc=f"Scoring {name}", disable=not store.is_main_process) as progress,
         ):
             pending = set(store.pending)
-            batches = [store.pending[i : i + IMAGES_PER_CALL] for i in range(0, len(pending), IMAGES_PER_CALL)]
+            batches = [
+                store.pending[i : i + COMPLETIONS_PER_CALL] for i in range(0, len(pending), COMPLETIONS_PER_CALL)
+            ]
             if rewards.compares_group[index]:  # all images of a prompt
                 batches = [list(keys) for _, keys in itertools.groupby(indices, key=lambda key: indices[key][0])]
                 batches = [keys for keys in batches if not pending.isdisjoint(keys)]

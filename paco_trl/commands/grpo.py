@@ -17,7 +17,7 @@ from typing import Any
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..utils.model_files import check_generates, split_adapter
 from ..utils.option_checks import GRPO_LOSSES, UNUSED_FIELDS, uses_fsdp
-from .main import say
+from .main import print_message
 from .options import config_options
 from .parser import CommandParser
 from .script_arguments import (
@@ -76,7 +76,9 @@ class ImageCommandParser(CommandParser):
         defaults = self._select_defaults(config_options()["family_defaults"].get(name, {}), options)
         if defaults and os.environ.get("RANK", "0") == "0":
             defaults_text = ", ".join(f"{option}={value!r}" for option, value in defaults.items())
-            say(self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {defaults_text}")
+            print_message(
+                self.prog.removeprefix("paco-trl "), f"the defaults for {name} are the paper's: {defaults_text}"
+            )
         return {"model_name_or_path": model, **defaults}
 
     def possible_presets(self, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ class ImageCommandParser(CommandParser):
         excluded = (*options, *self.unused_fields, *(["sde_steps"] if "num_inference_steps" in options else []))
         return {option: value for option, value in defaults.items() if option not in excluded}
 
-    def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
+    def find_inapplicable(self, options: dict[str, Any]) -> dict[str, str]:
         """Find options of the other objective, and of a quantization that DeepSpeed or FSDP cannot train."""
         is_grpo_loss = self.is_nft and options.get("loss_type") in GRPO_LOSSES
         objective = (*UNUSED_FIELDS, "loss_type", "epsilon", "epsilon_high") if is_grpo_loss else ()

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_message_enough, is_raised_here
-from ..utils.stopping import NOT_ON_WINDOWS, Stopped, stop_signals
+from ..utils.errors import TRACEBACK, OptionError, frames_of_cause, is_raised_by_package, is_user_error
+from ..utils.stopping import NOT_ON_WINDOWS, StopRequested, stop_signals
 from ..utils.text import read_text
 from . import flow_factory
 
@@ -72,7 +72,7 @@ def _usage() -> str:
     return "\n".join(["usage: paco-trl <command> [options]", "       paco-trl --version", "", *lines, "", *footer])
 
 
-def as_typed(error: BaseException) -> str:
+def format_as_flags(error: BaseException) -> str:
     """Return the message of an error with options as a command line has them: `--max_steps 3`, not `max_steps=3`."""
 
     def flag(match: re.Match) -> str:
@@ -87,31 +87,31 @@ def as_typed(error: BaseException) -> str:
     return message
 
 
-def say(command: str, message: str) -> None:
+def print_message(command: str, message: str) -> None:
     """Write a message of a command to stderr."""
     sys.stderr.write(f"paco-trl {command}: {message}\n")
     sys.stderr.flush()
 
 
-def answer(command: str, run: Callable[[], int | None]) -> int | str | None:
-    """Run a command and return its exit code. Errors are printed in one line if [`is_message_enough`]."""
+def run_command(command: str, run: Callable[[], int | None]) -> int | str | None:
+    """Run a command and return its exit code. Errors are printed in one line if [`is_user_error`]."""
     try:
         with stop_signals() if command in (*_TRAINING, *_RESUMABLE) else nullcontext():
             return run()
     except Exception as error:
-        frames = "" if is_message_enough(error) else frames_of_cause(error)
+        frames = "" if is_user_error(error) else frames_of_cause(error)
         if frames is None:
             raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_EXIT_DELAY)  # usually process 0 has the same error, after which the launcher ends this one
         sys.stderr.write(frames)
-        hint = "" if is_raised_here(error) else f" ({TRACEBACK}=1 shows the traceback.)"
-        say(command, as_typed(error) + hint)
+        hint = "" if is_raised_by_package(error) else f" ({TRACEBACK}=1 shows the traceback.)"
+        print_message(command, format_as_flags(error) + hint)
         return 1
-    except Stopped as stopped:
+    except StopRequested as stopped:
         if os.environ.get("RANK", "0") == "0":
             resume_command = "the same command" + " with `--resume_from_checkpoint auto`" * (command in _TRAINING)
-            say(command, f"stopped by {stopped.signal}: {resume_command} resumes.")
+            print_message(command, f"stopped by {stopped.signal}: {resume_command} resumes.")
         return stopped.code
     except SystemExit as end:  # from argparse, after `--help` or an invalid value
         return end.code
@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         module, _, function = COMMANDS[command][0].partition(":")
         return getattr(import_module(module), function or "main")(argv)
 
-    return answer(command, run)
+    return run_command(command, run)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
+from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
 from ..checkpointing.weights import save_transformer
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
@@ -26,7 +26,7 @@ from ..utils.files import new_folder
 from ..utils.model_files import find_model_file, models_near, peft_folder
 from ..utils.names import check_adapter_base
 from ..utils.text import read_json
-from .main import say
+from .main import print_message
 from .model_arguments import MergeArguments
 
 
@@ -37,7 +37,7 @@ def merge(args: MergeArguments) -> None:
     """Merge an adapter into its base model, and write the result atomically."""
     with new_folder(args.output_dir) as folder:
         adapter = args.adapter
-        if Path(adapter).is_dir() and checkpoints_of(Path(adapter)):
+        if Path(adapter).is_dir() and list_checkpoints(Path(adapter)):
             adapter = str(find_saved_model(Path(adapter)))
         peft = peft_folder(adapter)  # rejects pickles before the base model is read
         adapter = peft or adapter
@@ -64,7 +64,7 @@ def merge(args: MergeArguments) -> None:
                 f"The weights of the base model '{base}' are quantized, and quantizing them again would lose the "
                 "adapter's changes. Use the unquantized model, also in the adapter's `base_model_name_or_path`."
             )
-        say("merge", f"Merging '{adapter}' into '{base}'.")
+        print_message("merge", f"Merging '{adapter}' into '{base}'.")
         dtype = merge_weights(saved, base, revision, args.dtype, folder)
 
         title = Path(args.output_dir).absolute().name

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..utils.errors import OptionError, refuse
+from ..utils.errors import OptionError, raise_errors
 from ..utils.text import read_json, shorten
 
 
@@ -122,18 +122,20 @@ class OptionSources:
         for (source, why), settings in by_reason.items():
             yield f"without {', '.join(settings)} of {source}, because of {why}."
 
-    def settle(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
+    def resolve_conflicts(self, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> None:
         """Drop options of the file that contradict the command line, and raise all other errors."""
         while errors := find_errors(self.values()):
             for error in errors:
                 by = next((name for name in error.options if name in self.typed), None)
-                if by is not None and (names := self._mended_by(error, find_errors)):
+                if by is not None and (names := self._find_conflicting(error, find_errors)):
                     self.leave_out(dict.fromkeys(names, f"`--{by}`"))
                     break
             else:
-                refuse(errors)
+                raise_errors(errors)
 
-    def _mended_by(self, error: OptionError, find_errors: Callable[[dict[str, Any]], list[OptionError]]) -> list[str]:
+    def _find_conflicting(
+        self, error: OptionError, find_errors: Callable[[dict[str, Any]], list[OptionError]]
+    ) -> list[str]:
         """Return the first option of the file whose removal resolves an error, or all involved if only that does."""
         values = self.values()
         candidates = [name for name in error.options if name in values and name not in self.typed]

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from ..utils.errors import OptionError, refuse
+from ..utils.errors import OptionError, raise_errors
 from ..utils.files import file_on_path
-from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, image_errors, judge_errors, size_errors
-from .main import launch, read_config, say
+from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, grpo_config_errors, reward_config_errors, size_errors
+from .main import launch, print_message, read_config
 from .options import OptionSources, config_options, declared_options
 
 
@@ -140,7 +140,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return all that [`presets`] can return, without reading the model."""
         return [{}]
 
-    def find_foreign(self, options: dict[str, Any]) -> dict[str, str]:
+    def find_inapplicable(self, options: dict[str, Any]) -> dict[str, str]:
         """Find options of a file that do not apply to this run, with the reason."""
         return {}
 
@@ -188,7 +188,7 @@ class CommandParser(argparse.ArgumentParser):
         """Raise the error instead of ending the process: where several processes run, only the first prints it."""
         if "--resume_from_checkpoint: expected" in message:
             message += ". Did you mean `--resume_from_checkpoint auto`?"
-        refuse([*self.errors, error := OptionError(message)])
+        raise_errors([*self.errors, error := OptionError(message)])
         raise error
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -318,7 +318,7 @@ class CommandParser(argparse.ArgumentParser):
             presets = self.presets(sources.values())
             sources.presets = presets.keys() - sources.in_file.keys()
             sources.in_file = presets | sources.in_file
-            sources.settle(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
+            sources.resolve_conflicts(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
         parsed = self._fill(sources.values(), sources.chosen, is_built=True)
         for part in parsed:
             if hasattr(part, "on_command_line"):
@@ -326,7 +326,7 @@ class CommandParser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") == "0":
             final = {name: value for part in parsed for name, value in vars(part).items()}
             for message in sources.describe_left_out(final):
-                say(self.prog.removeprefix("paco-trl "), message)
+                print_message(self.prog.removeprefix("paco-trl "), message)
         return tuple(parsed)
 
     def read(self, args: Sequence[str]) -> OptionSources:
@@ -362,10 +362,12 @@ class CommandParser(argparse.ArgumentParser):
                 message = f"`--{name}` is empty. Give a value, or leave the option out; the shell makes an unset variable empty."
                 self.errors.append(OptionError(message, name))
         sources = OptionSources(typed, in_file, recipe)
-        sources.leave_out(self.find_foreign(in_file))
+        sources.leave_out(self.find_inapplicable(in_file))
         if self.errors:  # a misspelled option may be the one that is missing
-            refuse([*self.errors, *self._find_early(sources.values(), sources.chosen)])
-        sources.settle(lambda options: [*self._find_missing(options), *self._find_early(options, sources.chosen)])
+            raise_errors([*self.errors, *self._find_errors_of_all_presets(sources.values(), sources.chosen)])
+        sources.resolve_conflicts(
+            lambda options: [*self._find_missing(options), *self._find_errors_of_all_presets(options, sources.chosen)]
+        )
         self.check_start(*self._fill(sources.values(), sources.chosen))
         if self.is_launched:
             launch(self.prog.split()[1:], [*args])
@@ -376,7 +378,7 @@ class CommandParser(argparse.ArgumentParser):
             if options.get(action.dest) is None:
                 yield OptionError(f"`--{action.dest}` is required. {action.help}", action.dest)
 
-    def _find_early(self, options: dict[str, Any], chosen: Collection[str]) -> list[OptionError]:
+    def _find_errors_of_all_presets(self, options: dict[str, Any], chosen: Collection[str]) -> list[OptionError]:
         """Find the errors that occur with every preset, before a config is imported."""
         options = dict.fromkeys(action.dest for action in self.required) | options
         errors, *others = (
@@ -420,8 +422,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(args, SimpleNamespace):
                 rules = (args, self.defaults[kind], config_options()["unsupported"][kind])
                 if kind == "PaCoRewardConfig":
-                    yield from judge_errors(*rules)
+                    yield from reward_config_errors(*rules)
                 else:
                     losses = NFT_LOSSES if kind == "PaCoNFTConfig" else GRPO_LOSSES
-                    yield from [*image_errors(*rules, losses)] or size_errors(args)
+                    yield from [*grpo_config_errors(*rules, losses)] or size_errors(args)
         yield from self.check(*parsed)

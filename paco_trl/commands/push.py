@@ -7,14 +7,14 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..checkpointing.checkpoints import find_saved_model
-from ..hub.account import check_token, prepare_repository
-from ..hub.cards import card_for, render_card
-from ..hub.files import published_files_of, select_files
-from ..hub.pushing import HubPusher, remember_repository, remembered_repository
+from ..hub.account import check_token, prepare_repo
+from ..hub.cards import render_card, replace_repo_id
+from ..hub.files import get_published_files, select_files
+from ..hub.pushing import HubPusher, load_push_target, save_push_target
 from ..hub.settings import load_settings, settings_text
 from ..utils.errors import OptionError
 from ..utils.model_files import SETTINGS
-from .main import say
+from .main import print_message
 from .model_arguments import PushArguments
 
 
@@ -28,7 +28,7 @@ def push(args: PushArguments) -> str:
     if card is None:  # for example a base model
         raise OptionError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
-    saved_settings = remembered_repository(run)
+    saved_settings = load_push_target(run)
     repo_id = args.hub_model_id or saved_settings.get("repo_id")
     if repo_id is None:
         raise OptionError(f"'{run}' has no repository yet. Pass `--hub_model_id user/name`.")
@@ -37,17 +37,21 @@ def push(args: PushArguments) -> str:
     run_settings = saved_settings if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
     revision = args.hub_revision or run_settings.get("revision")
     private = args.private if args.private is not None else run_settings.get("private")
-    published_files = published_files_of(model) or []
-    repo_id = prepare_repository(api, repo_id, private, revision, card.base_model, published_files)
+    published_files = get_published_files(model) or []
+    repo_id = prepare_repo(api, repo_id, private, revision, card.base_model, published_files)
     if not saved_settings and folder == run:
-        remember_repository(run, repo_id, revision, private)
+        save_push_target(run, repo_id, revision, private)
     pusher = HubPusher(api, repo_id, revision, run, published_files)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
     readme = model / "README.md"
     pushed_card = replace(card, repo_id=repo_id)
-    text = card_for(card, repo_id, readme.read_text("utf-8")) if readme.is_file() else str(render_card(pushed_card))
+    text = (
+        replace_repo_id(card, repo_id, readme.read_text("utf-8"))
+        if readme.is_file()
+        else str(render_card(pushed_card))
+    )
     contents = {"README.md": text, SETTINGS: settings_text(pushed_card)}
     names = ", ".join(sorted({*select_files(model, published_files), *contents}))
-    say("push", f"uploading to {repo_id} what is in '{model}': {names}.")
-    pusher.push_now(model, f"Upload model{step}", contents)
+    print_message("push", f"uploading to {repo_id} what is in '{model}': {names}.")
+    pusher.push_model(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"

@@ -14,7 +14,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
 from .options import option
 from .parser import CommandParser
-from .script_arguments import check_names, target_modules_of
+from .script_arguments import check_names, parse_target_modules
 from .training import check_start, train_and_save
 
 
@@ -173,14 +173,14 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
         peft_config=LoraConfig(
             r=script_args.lora_r,
             lora_alpha=2 * script_args.lora_r if script_args.lora_alpha is None else script_args.lora_alpha,
-            target_modules=target_modules_of(script_args.lora_target_modules),
+            target_modules=parse_target_modules(script_args.lora_target_modules),
         ),
     )
     images = None if eval_dataset is None else f"{training_args.output_dir}/evaluation"
     train_and_save(trainer, script_args.dataset_name, images)
 
 
-def parser_of(*kinds: type, **kwargs) -> CommandParser:
+def build_parser(*kinds: type, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `paco-trl reward`."""
     kwargs = {"is_launched": True, "check": check_options, **kwargs}
     return CommandParser((ScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
@@ -192,6 +192,6 @@ def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = parser_of(prog="paco-trl reward", description=__doc__, check_start=_check_start_early)
+    parser = build_parser(prog="paco-trl reward", description=__doc__, check_start=_check_start_early)
     train(*parser.parse_args_and_config(arguments))
     return 0

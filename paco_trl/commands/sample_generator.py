@@ -12,9 +12,9 @@ import diffusers
 import torch
 
 from .. import PaCoGRPOConfig
-from ..rollout import RecordedStep, SDESettings, keyed_generator, score_step
+from ..rollout import RecordedStep, SDESettings, compute_log_prob, keyed_generator
 from ..rollout.encoder import EncodedRows
-from ..rollout.policy import Policy, Recording
+from ..rollout.policy import Policy, RecordingOptions
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
@@ -39,8 +39,8 @@ class SampleGenerator:
         self.is_new_adapter = is_new_adapter
         self.sizes = Counter(self.rows.training_sizes)
         self.height, self.width = min(self.sizes, key=math.prod)
-        self.row_number = self.rows.training_sizes.index((self.height, self.width))
-        self.row = self.rows.row(self.row_number)
+        self.row_index = self.rows.training_sizes.index((self.height, self.width))
+        self.row = self.rows.row(self.row_index)
 
     def prepare(self) -> None:
         """Wrap the model as in training: train mode, gradient checkpointing, autocast, DDP."""
@@ -56,7 +56,7 @@ class SampleGenerator:
             sample.noise_key = sample.initial_noise_key = (self.args.seed, image)
 
         def generate(encoded: EncodedRows) -> list[RecordedStep]:
-            recording = Recording(sde)
+            recording = RecordingOptions(sde)
             self.policy.generate(batch := Batch(samples), encoded, self.args.num_inference_steps, recording)
             return batch.steps
 
@@ -70,7 +70,7 @@ class SampleGenerator:
         with self.policy.on_device():
             for _ in self.policy.rollout(
                 round, round.batches[0], self.args.num_inference_steps, encoded=self._encode(), is_collective=False,
-                recording=Recording(self.sde_settings(self.args.noise_level)),
+                recording=RecordingOptions(self.sde_settings(self.args.noise_level)),
             ):  # fmt: skip
                 pass
         return round
@@ -78,7 +78,7 @@ class SampleGenerator:
     def _plan(self, num_generations: int) -> Round:
         """Return a round of the row, with the noise of the first training round."""
         key = (self.args.seed, STREAMS["training"], 0)
-        return Round(self.rows, [self.row_number], num_generations, key, self.rows.training_sizes)
+        return Round(self.rows, [self.row_index], num_generations, key, self.rows.training_sizes)
 
     def generate_untouched(self) -> Generation:
         """Generate the prompt with the pipeline and its scheduler as loaded."""
@@ -87,7 +87,7 @@ class SampleGenerator:
         scheduler = getattr(diffusers, class_name).from_pretrained(self.pipeline.name_or_path, **scheduler_arguments)
 
         def call_pipeline(encoded: EncodedRows) -> list[RecordedStep]:
-            inputs = self.policy.inputs(encoded, [self.rows.prompt_numbers[self.row_number][0]])
+            inputs = self.policy.inputs(encoded, [self.rows.prompt_indices[self.row_index][0]])
             images = [source.image for source in inputs.sources]
             with self.family.generation_context(self.pipeline, images):
                 self.pipeline(
@@ -118,12 +118,12 @@ class SampleGenerator:
         """Compute the log-probability (B,) of a recorded step, with gradient, as in a training step."""
         record = record.to(self.policy.accelerator.device)  # its prompts may be in CPU memory
         sde = self.sde_settings(self.args.noise_level)
-        return score_step(self.policy.predict(self.model, record), record, sde)[0]
+        return compute_log_prob(self.policy.predict(self.model, record), record, sde)[0]
 
     def _encode(self) -> EncodedRows:
         scale = self.args.resolution_scale
-        self.policy.encoder.encode(self.rows, [self.row_number], scale)
-        return self.policy.encoder.fetch(self._plan(1), [self.row_number], scale)
+        self.policy.encoder.encode(self.rows, [self.row_index], scale)
+        return self.policy.encoder.fetch(self._plan(1), [self.row_index], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Return the output of the scheduler's last step, since 8 bits per channel of an image hide differences."""

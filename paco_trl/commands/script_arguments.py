@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
 from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
-from ..utils.errors import OptionError, errors_of
+from ..utils.errors import OptionError, collect_errors
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, uses_fsdp
-from ..utils.text import read_text, some_of
+from ..utils.text import join_first, read_text
 from .options import find_unused, option
 from .user_rewards import find_user_reward
 
@@ -157,10 +157,10 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing with `--use_peft False`. Leave it out.", *unused, "use_peft")
     is_deepspeed = training_args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    is_divided = is_deepspeed or uses_fsdp()
-    settings = (training_args.quantization, is_full, is_divided, training_args.compile_repeated_blocks)
-    yield from errors_of(check_quantization, *settings)
-    yield from errors_of(judge_options, script_args, script_args.judge_url)
+    is_sharded = is_deepspeed or uses_fsdp()
+    settings = (training_args.quantization, is_full, is_sharded, training_args.compile_repeated_blocks)
+    yield from collect_errors(check_quantization, *settings)
+    yield from collect_errors(judge_options, script_args, script_args.judge_url)
     yield from check_names(script_args)
     name = str(script_args.dataset_name)
     split = script_args.dataset_split
@@ -169,11 +169,11 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     yield from find_unused_edit_options(script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield OptionError("The reward `edit` is for `--edits`: instructions with source images.", "rewards", "edits")
-    yield from errors_of(_check_weights, script_args, training_args)
-    if not [*errors_of(check_reward_names, script_args)]:
+    yield from collect_errors(_check_weights, script_args, training_args)
+    if not [*collect_errors(check_reward_names, script_args)]:
         yield from find_unused_reward_options(script_args)
         for name in filter(_is_user_reward, [*script_args.rewards, *(script_args.eval_rewards or ())]):
-            yield from errors_of(find_user_reward, name, options=("rewards",))
+            yield from collect_errors(find_user_reward, name, options=("rewards",))
     of_data = ("eval_dataset_name", "eval_split")
     data = [name for name in of_data if getattr(script_args, name) is not None]
     if data and training_args.eval_strategy == "no" and not training_args.eval_on_start:
@@ -214,9 +214,9 @@ def check_names(args: Any, *configs: Any) -> Iterator[OptionError]:
     for field, check in _NAMES.items():
         names = getattr(args, field, None) or ()
         for name in [names] if isinstance(names, str) else names:
-            yield from errors_of(check, name, options=(field,))
+            yield from collect_errors(check, name, options=(field,))
     if isinstance(args, RewardOptions):
-        yield from errors_of(check_reward_names, args, options=("rewards",))
+        yield from collect_errors(check_reward_names, args, options=("rewards",))
 
 
 def find_unused_edit_options(args: PromptDataArguments) -> Iterator[OptionError]:
@@ -283,7 +283,7 @@ def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
         scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
         message = (
             f"`--{name}` is {value}, but each row of the data has a {name} of its own "
-            f"({some_of(sorted(map(str, sizes)))}). Leave the option out, or the columns of sizes in the data.{scaled}"
+            f"({join_first(sorted(map(str, sizes)))}). Leave the option out, or the columns of sizes in the data.{scaled}"
         )
         if name in args.on_command_line:
             raise OptionError(message, name)
@@ -437,7 +437,7 @@ def _of_evaluation(script_args: ScriptArguments) -> ScriptArguments:
     return evaluation
 
 
-def judges_of(script_args: ScriptArguments) -> dict[tuple[str, str | None], list[str]]:
+def find_judges(script_args: ScriptArguments) -> dict[tuple[str, str | None], list[str]]:
     """Return name and address of the judges of training and of the evaluation, with the rewards that ask them."""
     judges: dict[tuple[str, str | None], list[str]] = {}
     for args in (script_args, _of_evaluation(script_args)):
@@ -457,7 +457,7 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     if training_args.quantization not in (None, "fp8_storage"):
         quantization_config(training_args.quantization, torch.bfloat16, "diffusers")  # which asks the machine
-    for (model, url), names in judges_of(script_args).items():
+    for (model, url), names in find_judges(script_args).items():
         if url is not None:
             judge = rewards.ServedJudge(url, model)
             written = [name for name in names if name.startswith(WORDS)]
@@ -533,7 +533,7 @@ def load_eval_rewards(script_args: ScriptArguments, reward_funcs: list[Callable]
     return [loaded[name] for name in evaluation.rewards]
 
 
-def target_modules_of(names: list[str] | None) -> list[str] | str | None:
+def parse_target_modules(names: list[str] | None) -> list[str] | str | None:
     """Return the words of `--lora_target_modules` as PEFT takes them: "all-linear" is a string there."""
     return "all-linear" if names == ["all-linear"] else names
 
@@ -563,6 +563,6 @@ def get_peft_config(
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank if script_args.lora_alpha is None else script_args.lora_alpha,
-        target_modules=target_modules_of(script_args.lora_target_modules),
+        target_modules=parse_target_modules(script_args.lora_target_modules),
         init_lora_weights="gaussian",
     )

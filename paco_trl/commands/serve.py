@@ -13,7 +13,7 @@ from safetensors import safe_open
 from ..utils.addresses import is_loopback
 from ..utils.errors import OptionError
 from ..utils.model_files import find_adapter_file
-from .main import say
+from .main import print_message
 from .model_arguments import ServeArguments
 
 
@@ -106,14 +106,14 @@ def serve(args: ServeArguments) -> None:
         guard = f"Without a key, everyone there can use the server. Set one in {API_KEY_VARIABLE}."
         if os.environ.get(API_KEY_VARIABLE):
             guard = "The key protects the addresses below /v1, but not all others of vLLM."
-        say("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
-    from ..rewards.judge import question_of  # a slow import
+        print_message("serve", f"Warning: `--host` is {args.host}, which other machines may reach. {guard}")
+    from ..rewards.judge import read_question  # a slow import
 
     command = serve_command(args, os.path.abspath(executable))
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}/v1"
     reward = f'ConsistencyReward(base_url="{url}", model="{args.served_model_name}"'
-    question = question_of(args.model_name_or_path)
-    say("serve", f"once vLLM has started, use {reward}{f', question={question!r}' if question else ''}).")
+    question = read_question(args.model_name_or_path)
+    print_message("serve", f"once vLLM has started, use {reward}{f', question={question!r}' if question else ''}).")
     # vLLM calls tools (ninja) of its environment, which may not be the active one
     os.environ["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()

@@ -22,8 +22,8 @@ from ..utils.errors import OptionError
 from ..utils.files import new_folder, write_atomically
 from ..utils.model_files import SETTINGS, find_model_file
 from ..utils.names import is_local, public_name, repository
-from .env import version_of
-from .main import say
+from .env import get_version
+from .main import print_message
 from .model_arguments import SpaceArguments
 
 
@@ -74,7 +74,7 @@ def write_space(args: SpaceArguments) -> Path:
             "settings": settings,
             "name": folder.name,
             "repository": repository(),
-            "gradio": version_of("gradio") or _least_gradio(),
+            "gradio": get_version("gradio") or _least_gradio(),
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "license": card.license or License(""),
             "models": [name for name in models if name and not is_local(name)],
@@ -95,7 +95,7 @@ def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard)
         models = (reward.model for reward in card.rewards if reward.name == "consistency")
         judge = next((name for name in models if name and "/" in name), None)
         if judge is None:
-            say(
+            print_message(
                 "space",
                 "The adapter names no judge on the Hub, so the app does not score. Pass one as `--judge_model`.",
             )
@@ -152,5 +152,5 @@ def _portable_name(name: str) -> str:
     """Return a name that works in any directory, and the Hub id for models in the Hub's cache."""
     hub_name = public_name(name)
     if "/" not in hub_name:
-        say("space", f"'{name}' is only on this machine, so the app runs here, but not on the Hub.")
+        print_message("space", f"'{name}' is only on this machine, so the app runs here, but not on the Hub.")
     return os.path.abspath(name) if is_local(name) and "/" not in hub_name else hub_name

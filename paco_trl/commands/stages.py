@@ -10,7 +10,7 @@ from ..utils.errors import OptionError
 from .parser import CommandParser
 
 
-def work_of(module: str, function: str) -> Callable:
+def import_function(module: str, function: str) -> Callable:
     """Import the function that does a command's work, after its options are parsed, since that takes seconds."""
     return getattr(import_module(f"..{module}", __name__), function)
 
@@ -36,5 +36,5 @@ def run_stage(
     program = f"paco-trl {command} {stage}"
     parser = CommandParser(stages[stage], positional=named, is_launched=True, check=check, prog=program)
     (args,) = parser.parse_args_and_config(words)
-    work_of(command, "run_stage")(stage, args)
+    import_function(command, "run_stage")(stage, args)
     return 0

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..checkpointing.checkpoints import (
+    check_no_checkpoints,
+    check_no_model,
     check_output_dir,
-    check_rerun,
-    check_saved_model,
-    checkpoints_of,
     find_checkpoint,
     how_to_resume,
+    list_checkpoints,
 )
 from ..utils.errors import OptionError
 from ..utils.processes import end_training
@@ -27,13 +27,13 @@ def check_start(args: Any, published_files: Iterable[str], is_early: bool = Fals
     output_dir = args.output_dir or "trainer_output"  # the default of transformers
     check_output_dir(output_dir, published_files)
     # The main process looks for the latest checkpoint later, and warns of those it skips. A restarted process resumes.
-    is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and checkpoints_of(output_dir)
+    is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and list_checkpoints(output_dir)
     if is_early and (is_latest or "TORCHELASTIC_RESTART_COUNT" in os.environ):
         return
     checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
     if not args.overwrite_output_dir:
-        check_rerun(output_dir, checkpoint)
-        check_saved_model(output_dir)
+        check_no_checkpoints(output_dir, checkpoint)
+        check_no_model(output_dir)
 
 
 def train_and_save(trainer: "Trainer", dataset_name: str | None, images: str | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset, Features, Image, List, Value
 
 from ..utils.names import JSON_DATA, PARQUET, TABLES, data_ending
-from ..utils.text import read_text, some_of
+from ..utils.text import join_first, read_text
 
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -46,14 +46,14 @@ def read_caption_folder(folder: Path) -> Dataset | None:
     if lacking := [str(image.relative_to(folder)) for image in sorted({*images} - {*captioned})]:
         has_target = folder / _TARGET in folders and not is_edits
         raise ValueError(
-            f"{len(lacking)} of the {len(images)} images of '{folder}' have no text beside them: {some_of(lacking)}. "
+            f"{len(lacking)} of the {len(images)} images of '{folder}' have no text beside them: {join_first(lacking)}. "
             + ("Name directories of sources input1, input2." if has_target else "Write it, or move the image away.")
         )
     prompts = {image: read_text(image.with_suffix(".txt")).strip() for image in captioned}
     if empty := [
         str(image.with_suffix(".txt").relative_to(folder)) for image, prompt in prompts.items() if not prompt
     ]:
-        raise ValueError(f"'{folder}' has texts without a prompt: {some_of(empty)}. Write one.")
+        raise ValueError(f"'{folder}' has texts without a prompt: {join_first(empty)}. Write one.")
     names = [str(image.relative_to(folder)) for image in captioned]
     columns: dict[str, list] = {"prompt": [*prompts.values()], "target": names}
     features = {"prompt": Value("string"), "target": Image()}
@@ -64,8 +64,8 @@ def read_caption_folder(folder: Path) -> Dataset | None:
         ]
         if alone := [name for name, found in zip(names, columns["images"], strict=True) if not found]:
             raise ValueError(
-                f"Edited images of '{folder}' have no source of the same name in {some_of([i.name for i in inputs])}: "
-                f"{some_of(alone)}. Add it, or move the edited image away."
+                f"Edited images of '{folder}' have no source of the same name in {join_first([i.name for i in inputs])}: "
+                f"{join_first(alone)}. Add it, or move the edited image away."
             )
         features["images"] = List(Image())
     return Dataset.from_dict(columns, Features(features))

@@ -165,7 +165,7 @@ def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]
 
 
-def column_of(column: list | None, name: str, count: int, reward: str) -> list:
+def require_column(column: list | None, name: str, count: int, reward: str) -> list:
     """Check that a reward's column is present, with one entry per image, and return it."""
     if column is None:
         remedy = "Add it to the dataset."
@@ -177,9 +177,9 @@ def column_of(column: list | None, name: str, count: int, reward: str) -> list:
     return column
 
 
-def panels_of(panel_images: PanelImages | None, count: int, reward: str) -> PanelImages:
+def require_panels(panel_images: PanelImages | None, count: int, reward: str) -> PanelImages:
     """Check that a reward that compares panels gets at least two per image, and return them."""
-    panel_images = column_of(panel_images, "panel_images", count, reward)
+    panel_images = require_column(panel_images, "panel_images", count, reward)
     for index, panels in enumerate(panel_images):
         if len(panels) < 2:
             raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares several. Leave it out.")

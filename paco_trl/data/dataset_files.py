@@ -26,7 +26,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from ..utils.images import refuse_address
 from ..utils.names import LINES, PARQUET, TABLES, TEXT_DATA, check_dataset_name, data_ending, is_local
 from ..utils.stage_folder import is_saved
-from ..utils.text import is_text, read_text, shorten, some_of
+from ..utils.text import is_text, join_first, read_text, shorten
 from .caption_folders import read_caption_folder
 from .columns import criteria_list
 
@@ -123,8 +123,8 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
                 others = {file for folder in folders for file in folder.glob("[!.]*")} - {*data_files}
                 if ignored_files := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
                     logger.warning(
-                        f"Of '{path}' only {some_of([file.name for file in data_files])} are read, not "
-                        f"{some_of(ignored_files)}."
+                        f"Of '{path}' only {join_first([file.name for file in data_files])} are read, not "
+                        f"{join_first(ignored_files)}."
                     )
             if not os.path.exists(path) or not is_text or builder.info.features is not None:
                 builder.download_and_prepare()

@@ -55,12 +55,12 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
     for column in size:
         check_values(dataset, name, column, is_size, "a number of pixels")
     columns = [column for column in (*row_columns, *size) if column in names]
-    for row_number, row in enumerate(dataset.with_format(None).select_columns(columns)):
+    for row_index, row in enumerate(dataset.with_format(None).select_columns(columns)):
         height, width = map(row.get, size)
         if (height is None) != (width is None):
-            raise ValueError(f"Row {row_number} of `{name}` is {height} x {width} pixels. Give both, or neither.")
+            raise ValueError(f"Row {row_index} of `{name}` is {height} x {width} pixels. Give both, or neither.")
         if any(row.get(column) is not None for column in GRID_COLUMNS):
-            check_row(row_number, *map(row.get, row_columns))
+            check_row(row_index, *map(row.get, row_columns))
 
 
 def _is_gedit(names: Iterable[str]) -> bool:
@@ -127,7 +127,7 @@ def load_edit_prompts(
         image_folder (`str` or `Path`, *optional*):
             Directory that image paths are relative to, and must stay in. Defaults to the directory of the file.
         exclude ([`~datasets.Dataset`], *optional*):
-            Editing prompts to leave out, such as a benchmark's, see [`disjoint_from`].
+            Editing prompts to leave out, such as a benchmark's, see [`exclude_benchmark_images`].
         max_images (`int`, *optional*):
             Most source images per row. Rows with more are left out, and their number is logged. If `None`, no limit.
         source_column (`str`, *optional*):
@@ -151,10 +151,10 @@ def load_edit_prompts(
         remaining_rows = (list_lengths(dataset, "images") <= max_images).nonzero()[0].tolist()
         dataset = _keep(dataset, remaining_rows, f"more than {max_images} source image(s) (`max_images`)")
     check_edit_columns(dataset, str(name_or_path))
-    return dataset if exclude is None else disjoint_from(dataset, exclude)
+    return dataset if exclude is None else exclude_benchmark_images(dataset, exclude)
 
 
-def disjoint_from(dataset: Dataset, benchmark: Dataset) -> Dataset:
+def exclude_benchmark_images(dataset: Dataset, benchmark: Dataset) -> Dataset:
     """
     Leave out editing prompts with source images of a benchmark, which a model must not train on.
 

@@ -64,7 +64,7 @@ def find_markers(prompt: str) -> list[re.Match]:
 
 def _panel_markers(rows: int, cols: int) -> list[list[str]]:
     """Return the possible markers of a grid, row by row: by position, if all positions have names, and by number."""
-    numbers = [f"PANEL-{panel_number}:" for panel_number in range(1, rows * cols + 1)]
+    numbers = [f"PANEL-{panel_index}:" for panel_index in range(1, rows * cols + 1)]
     if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
         return [numbers]
     positions = [filter(None, names) for names in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
@@ -130,7 +130,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
 
     Returns:
         `str`: the prompt, which parses into the same panels, layout and theme (with the layout prepended). Use
-        [`find_lost_panels`] to check that a model reads all of it.
+        [`find_truncated_panels`] to check that a model reads all of it.
 
     Raises:
         ValueError: If the prompt would parse into other texts.
@@ -154,7 +154,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     return prompt
 
 
-def find_lost_panels(prompt: str, is_truncated: Callable[[str], bool]) -> list[int]:
+def find_truncated_panels(prompt: str, is_truncated: Callable[[str], bool]) -> list[int]:
     """
     Find the panels of an image-set prompt that a model truncates or drops because the prompt is too long.
 
@@ -173,7 +173,7 @@ def find_lost_panels(prompt: str, is_truncated: Callable[[str], bool]) -> list[i
     >>> from transformers import AutoTokenizer
 
     >>> tokenizer = AutoTokenizer.from_pretrained("black-forest-labs/FLUX.1-dev", subfolder="tokenizer_2")
-    >>> find_lost_panels(prompt, lambda text: len(tokenizer(text).input_ids) > 512)  # [4]: shorten the texts
+    >>> find_truncated_panels(prompt, lambda text: len(tokenizer(text).input_ids) > 512)  # [4]: shorten the texts
     ```
     """
     markers = find_markers(prompt)

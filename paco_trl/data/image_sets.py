@@ -15,7 +15,7 @@ from typing import Any, cast
 from datasets import Dataset, Value
 
 from ..utils.names import LINES, data_ending
-from ..utils.text import is_text, shorten, some_of
+from ..utils.text import is_text, join_first, shorten
 from .columns import check_references, is_size
 from .dataset_files import DEMO_FILE, load_split
 from .grid_prompts import (
@@ -67,7 +67,7 @@ def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any
             remedy = "Rename the column of the texts to `prompt`, or name the file that has it."
             if names == ["image"]:  # a directory of images
                 remedy = "Put the prompt of `001.png` in a file `001.txt` beside it."
-            raise ValueError(f"There is no column `prompt` among {some_of(names)}. {remedy}")
+            raise ValueError(f"There is no column `prompt` among {join_first(names)}. {remedy}")
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
     missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
     if missing:

@@ -206,12 +206,12 @@ def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
     texts = []
     rows = []
     broken = []
-    for row_number, row in enumerate(dataset.with_format(None).remove_columns("images")):
+    for row_index, row in enumerate(dataset.with_format(None).remove_columns("images")):
         try:
             texts.append(as_turns(row))
-            rows.append(row_number)
+            rows.append(row_index)
         except (ValueError, AttributeError, TypeError) as error:  # raised for turns of another type, too
-            broken.append(f"Row {row_number} of '{name}': {error}")
+            broken.append(f"Row {row_index} of '{name}': {error}")
     report_broken_rows(broken, len(dataset), "rows", skip_broken)
     features = Features({column: feature for column, feature in pair_features().items() if column != "images"})
     turns = Dataset.from_list(texts, features=features)
@@ -352,13 +352,13 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
     _check_columns(dataset, "dataset")
     path = _cache_file(dataset)
     if datasets.is_caching_enabled() and path.is_file():
-        image_errors = json.loads(path.read_text(encoding="utf-8"))
+        grpo_config_errors = json.loads(path.read_text(encoding="utf-8"))
     else:
-        image_errors = _decode_images(dataset, num_proc)
+        grpo_config_errors = _decode_images(dataset, num_proc)
         if datasets.is_caching_enabled():
             with suppress(OSError):  # the cache may be read-only
-                write_atomically(path, json.dumps(image_errors))
-    errors = {int(row): text for row, text in image_errors.items()} | dict(_find_invalid_rows(dataset))
+                write_atomically(path, json.dumps(grpo_config_errors))
+    errors = {int(row): text for row, text in grpo_config_errors.items()} | dict(_find_invalid_rows(dataset))
     report_broken_rows([f"Row {row}: {errors[row]}" for row in sorted(errors)], len(dataset), "rows", skip_broken)
     return dataset.select([row for row in range(len(dataset)) if row not in errors]) if errors else dataset
 

@@ -145,11 +145,11 @@ def _make_pairs(
     batch: pa.Table, rows: list[int], num_positives: int, num_negatives: int, questions: list[str], names: list[str]
 ) -> dict[str, list[Any]]:
     pairs = []
-    for row_number, row in zip(rows, batch.to_pylist(), strict=True):
+    for row_index, row in zip(rows, batch.to_pylist(), strict=True):
         best = row["ranking"][:num_positives]
         worst = row["ranking"][-num_negatives:]
         for index, decision in [*((index, "Yes") for index in best), *((index, "No") for index in worst)]:
-            pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[row_number], decision))
+            pairs.append(row | make_pair(row["reference"], row["candidates"][index], questions[row_index], decision))
     return {name: [pair[name] for pair in pairs] for name in names}
 
 

@@ -112,8 +112,8 @@ def write_prompts(
         raise ValueError(f"`layouts` is {layouts}, but each must have at least two panels, such as (2, 2).")
     batches = _plan(num_prompts, [category_by_name[name] for name in names], list(layouts))
 
-    def request(batch_number: int, count: int) -> tuple[str, int]:
-        batch = batches[batch_number]
+    def request(batch_index: int, count: int) -> tuple[str, int]:
+        batch = batches[batch_index]
         panels = batch.rows * batch.cols
         text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
             count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
@@ -126,9 +126,9 @@ def write_prompts(
         "image-set prompts",
         seed,
         max_attempts,
-        {batch_number: len(batch.slots) for batch_number, batch in enumerate(batches)},
+        {batch_index: len(batch.slots) for batch_index, batch in enumerate(batches)},
         request,
-        lambda batch_number, reply, count: _read(reply, batches[batch_number], count),
+        lambda batch_index, reply, count: _read(reply, batches[batch_index], count),
         lambda _, prompt: normalized(" ".join([prompt[0], *prompt[1]])),
     )
     rows: dict[int, dict[str, Any]] = {}  # by slot

@@ -16,7 +16,7 @@ from PIL import Image
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
 from ..generation.sample_sheet import pairs_sheet, rankings_sheet
-from ..hub.account import find_repository, hub_outages
+from ..hub.account import check_repo, explain_outages
 from ..hub.licenses import License, read_license
 from ..utils.images import reading
 from .dataset_card import count_pairs, count_rankings, dataset_card
@@ -83,7 +83,7 @@ def publish_dataset(
     _check_held_out(splits_by_name, digests)
 
     api = HfApi(token=token, library_name="paco_trl")
-    repo_id, info = find_repository(api, repo_id, private, "dataset")
+    repo_id, info = check_repo(api, repo_id, private, "dataset")
     own_names = {".gitattributes", "README.md", "assets", *configs}
     files = [] if info is None else [file.rfilename for file in info.siblings]
     if other_files := sorted(name for name in files if name.split("/")[0] not in own_names):
@@ -103,7 +103,7 @@ def publish_dataset(
     )
     with (
         tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder,
-        hub_outages(api, "Nothing is lost. Rerun the stage, which only sends what is missing."),
+        explain_outages(api, "Nothing is lost. Rerun the stage, which only sends what is missing."),
     ):
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:

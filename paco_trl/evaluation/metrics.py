@@ -125,11 +125,11 @@ def calibration_bins(scores: Sequence[float], labels: Sequence[int], num_bins: i
         raise ValueError(f"`scores` are from {scores.min()} to {scores.max()}, not probabilities in [0, 1].")
     # Not `linspace`, whose edge near 0.3 is above a score of 0.3
     inner_edges = np.arange(1, num_bins) / num_bins  # (num_bins - 1,)
-    bin_numbers = np.searchsorted(inner_edges, scores, side="right")  # (N,)
-    count = np.bincount(bin_numbers, minlength=num_bins)
+    bins = np.searchsorted(inner_edges, scores, side="right")  # (N,)
+    count = np.bincount(bins, minlength=num_bins)
     with np.errstate(invalid="ignore"):  # 0 / 0 of an empty bin
         sums = {"mean_score": scores, "share_consistent": labels}
-        means = {name: np.bincount(bin_numbers, values, num_bins) / count for name, values in sums.items()}
+        means = {name: np.bincount(bins, values, num_bins) / count for name, values in sums.items()}
     return {"count": count.tolist()} | {name: values.tolist() for name, values in means.items()}
 
 

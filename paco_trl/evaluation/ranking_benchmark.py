@@ -150,10 +150,10 @@ def evaluate_rankings(
     if has_edits:
         _check_edits(dataset, rows)
         common, scores = _score_edits(score, scorer, rows, protocol)
-        figures = _edit_figures(rows, scores, groups, is_macro=benchmark == "edit_reward")
+        figures = _edit_results(rows, scores, groups, is_macro=benchmark == "edit_reward")
     else:
         common, records = _score_rows(score, rows, template or "theme", protocol)
-        figures = _ranking_figures(records, groups)
+        figures = _ranking_results(records, groups)
     return {**common, "num_groups": len(set(groups)), **figures}
 
 
@@ -231,7 +231,7 @@ def _score_rows(
     return common, [records[index] for index in range(len(rows))]
 
 
-def _ranking_figures(records: list[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, Any]:
+def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, Any]:
     return {
         "num_undefined_correlations": sum(record["metrics"]["kendall_tau"] is None for record in records),
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
@@ -314,7 +314,7 @@ def _hits(row: Mapping[str, Any], scores: Sequence[float]) -> tuple[float, float
     return float(preferred > rejected), float(preferred >= rejected)
 
 
-def _edit_figures(
+def _edit_results(
     rows: list[dict[str, Any]], scores: list[Sequence[float]], groups: list[Hashable], is_macro: bool
 ) -> dict[str, Any]:
     table = pd.DataFrame(map(_hits, rows, scores), columns=["strict", "geq"])

@@ -112,7 +112,7 @@ def check_sources(
 
     name = type(pipeline).__name__
     family = FAMILIES[name]() if name in FAMILIES else None
-    max_images = family.max_images if family is not None else None
+    max_images = family.max_source_images if family is not None else None
     if max_images is not None and sources.max_count + is_anchored > max_images:
         raise ValueError(
             f"The prompt {keys[sources.row_with_most]!r} has {sources.max_count} source "

@@ -116,7 +116,7 @@ def generate_grids(
 
     ids = list(sizes)
     references = None
-    if "references" in prompts.column_names and family.max_images > 1:  # as in training
+    if "references" in prompts.column_names and family.max_source_images > 1:  # as in training
         references = SourceImages(prompts, "the prompts", "references")
         check_sources(pipeline, references, ids, is_anchored)
     negatives = negative_prompts_of(pipeline, prompts, call_arguments)
@@ -132,8 +132,8 @@ def generate_grids(
     texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(text_columns)]
     call_arguments |= plain_prompt_arguments(pipeline)
 
-    def generate(batch_number: int) -> dict[str, "Image"]:
-        batch = batches[batch_number]
+    def generate(batch_index: int) -> dict[str, "Image"]:
+        batch = batches[batch_index]
         panels: list[list[Image]] = []
         negative = {} if negatives[batch.rows[0]] is None else {"negative_prompt": negatives[batch.rows[0]]}
         for panel, panel_texts in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
@@ -143,7 +143,7 @@ def generate_grids(
             panels.append(_generate(pipeline, panel_texts, batch, noise, family_arguments | call_arguments | negative))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
-            for name, *images in zip(names[batch_number], *panels, strict=True)
+            for name, *images in zip(names[batch_index], *panels, strict=True)
         }
 
     calls = [{name: files[name] for name in call_names} for call_names in names]

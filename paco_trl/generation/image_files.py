@@ -18,7 +18,7 @@ from ..utils.files import digest, write_atomically
 from ..utils.images import to_png
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
-from ..utils.text import shorten, some_of
+from ..utils.text import join_first, shorten
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def negative_prompts_of(
         if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
             raise ValueError(
                 f"Row {row} of the prompts: `negative_prompt` is {negative!r}, which {name} ignores at `{option}` = "
-                f"{scale}. Raise the scale if the model has true guidance, or remove the column."
+                f"{scale}. Raise the scale if the model has true CFG, or remove the column."
             )
         if negative is not None and family is not None:
             family.resolve_negative_prompt(pipeline, scale, negative)
@@ -211,30 +211,30 @@ def generate_missing(
     counts = [1 if size is None else size[2] for size in file_sizes]
     # Each process checks a share of the files; then they all divide the same list of calls
     flat_images, missing = [], []
-    for call_number in range(state.process_index, len(calls), state.num_processes):
-        for name, path in calls[call_number].items():
-            image = _read_image(path, file_sizes[call_number])
+    for call_index in range(state.process_index, len(calls), state.num_processes):
+        for name, path in calls[call_index].items():
+            image = _read_image(path, file_sizes[call_index])
             if image is None:
-                missing.append((call_number, name))
-            elif is_flat(image, counts[call_number]):
+                missing.append((call_index, name))
+            elif is_flat(image, counts[call_index]):
                 flat_images.append(name)
     wait_for_all()
     names: dict[int, list[str]] = defaultdict(list)
-    for call_number, name in sorted(gather_object(missing)):
-        names[call_number].append(name)
+    for call_index, name in sorted(gather_object(missing)):
+        names[call_index].append(name)
 
-    call_numbers = list(names)[state.process_index :: state.num_processes]
-    bar = tqdm(call_numbers, desc=f"Generating {image_type}", unit="call", disable=not state.is_main_process)
+    call_indices = list(names)[state.process_index :: state.num_processes]
+    bar = tqdm(call_indices, desc=f"Generating {image_type}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
     if state.is_main_process:
         _warn_of_truncated(pipeline, calls, prompts)
-    upcoming = [prompt for call_number in call_numbers for prompt in prompts[call_number]] if prompts else []
+    upcoming = [prompt for call_index in call_indices for prompt in prompts[call_index]] if prompts else []
     with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, upcoming, truncations):
-        for call_number in bar:
-            images = generate(call_number)
-            for name in names[call_number]:
-                write_atomically(calls[call_number][name], to_png(images[name]))
-                if is_flat(images[name], counts[call_number]):
+        for call_index in bar:
+            images = generate(call_index)
+            for name in names[call_index]:
+                write_atomically(calls[call_index][name], to_png(images[name]))
+                if is_flat(images[name], counts[call_index]):
                     flat_images.append(name)
     wait_for_all()
     for message, count in sum(gather_object([truncations]), Counter()).items():
@@ -247,7 +247,7 @@ def generate_missing(
     if flat_images and state.is_main_process:
         logger.warning(
             f"{len(flat_images)} of {len(all_names)} {image_type} have an image of one flat color: "
-            f"{some_of(flat_images)}. Try another seed or, unless a safety checker blanked them, another `dtype`, "
+            f"{join_first(flat_images)}. Try another seed or, unless a safety checker blanked them, another `dtype`, "
             "since they may have had non-finite numbers."
         )
     return flat_images

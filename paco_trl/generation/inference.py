@@ -17,9 +17,9 @@ from huggingface_hub import metadata_load, snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..checkpointing.checkpoints import checkpoints_of, find_saved_model
+from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
 from ..hub.settings import ImageModelCard, load_settings
-from ..rollout import FAMILIES, family_of
+from ..rollout import FAMILIES, get_family
 from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..rollout.loading import read_index
 from ..rollout.policy_building import store_as_fp8
@@ -46,7 +46,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float
 
 
 @dataclass(frozen=True)
-class LoadingSpec:
+class PipelineSpec:
     """Specification of a pipeline for [`load_for_inference`], read from small files before any weights."""
 
     model: str  # Hub id or directory of the base model
@@ -66,7 +66,7 @@ class LoadingSpec:
         return self.adapter or self.lora or self.transformer or self.model
 
     @property
-    def base(self) -> "LoadingSpec":
+    def base(self) -> "PipelineSpec":
         """Return the specification of the base model alone, with the same settings."""
         return replace(self, adapter=None, lora=None, transformer=None)
 
@@ -140,9 +140,9 @@ class LoadingSpec:
             adapter = SavedAdapter.read(self.adapter, pipeline)
             pipeline.transformer = load_transformer_adapter(transformer, adapter, **options)
         if self.quantization == "fp8_storage":
-            store_as_fp8(pipeline, family_of(pipeline), transformer, self.dtype)
+            store_as_fp8(pipeline, get_family(pipeline), transformer, self.dtype)
         if self.offload and execution_device.type != "cpu":
-            pipeline.turns = Turns(pipeline, execution_device)
+            pipeline.turns = ComponentOffloader(pipeline, execution_device)
         else:
             pipeline.to(execution_device)
         return pipeline
@@ -212,7 +212,7 @@ def load_for_inference(
 
 def read_loading_spec(
     adapter_or_model: str | Path, model: str | None = None, revision: str | None = None, **options: Any
-) -> LoadingSpec:
+) -> PipelineSpec:
     """Read the specification for [`load_for_inference`]; reject what cannot be loaded before reading gigabytes."""
     name = os.fspath(adapter_or_model)
     if not _has(name, "model_index.json", revision):
@@ -230,7 +230,7 @@ def read_pipeline(
     offload: bool | None = None,
     vae_tiling: bool | None = None,
     card: ImageModelCard | None = None,
-) -> LoadingSpec:
+) -> PipelineSpec:
     """Return the specification of a pipeline, by default as recorded in a training's `card`. No file is read."""
     loading = {} if card is None else card.loading
     if dtype == "auto":
@@ -253,20 +253,20 @@ def read_pipeline(
     offload = loading.get("offload", True) if offload is None else offload
     vae_tiling = loading.get("vae_tiling", False) if vae_tiling is None else vae_tiling
     loading_options: dict[str, Any] = {"offload": bool(offload), "vae_tiling": bool(vae_tiling), "card": card}
-    return LoadingSpec(model, revision, dtype=dtype, quantization=quantization, **loading_options)
+    return PipelineSpec(model, revision, dtype=dtype, quantization=quantization, **loading_options)
 
 
-def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> LoadingSpec:
+def read_adapter(name: str, model: str | None = None, revision: str | None = None, **options: Any) -> PipelineSpec:
     """Read the specification of an adapter or a full transformer. `options` are those of [`read_pipeline`]."""
-    if Path(name).is_dir() and checkpoints_of(Path(name)):
+    if Path(name).is_dir() and list_checkpoints(Path(name)):
         name = str(find_saved_model(Path(name)))
     name = name if revision is None else _download(name, revision)
-    is_whole = _has(name, "transformer/config.json", None)
+    is_full_transformer = _has(name, "transformer/config.json", None)
     peft = None
     folder: str | None = name
     if _has(name, "model_index.json", None):
         raise ValueError(f"'{name}' is a pipeline, not an adapter. Pass it as `--model_name_or_path`.")
-    if not is_whole:
+    if not is_full_transformer:
         peft = _find_peft(name)
         parent, file = split_adapter(name)
         folder = peft or (parent if file in (None, "pytorch_lora_weights.safetensors") else None)
@@ -278,7 +278,7 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
         base_revision = card.base_revision
     source = read_pipeline(base, base_revision, card=card, **options)
-    if is_whole:
+    if is_full_transformer:
         check_adapter_base(name, None if card is None else card.base_model, base)
         return replace(source, transformer=name)
     if peft is None and not _is_of_transformer(name, read_index(base, source.hub_arguments)):
@@ -352,7 +352,7 @@ def _download(name: str, revision: str) -> str:
     return os.path.join(snapshot_download(folder, revision=revision, **selected), file or "").rstrip(os.sep)
 
 
-class Turns:
+class ComponentOffloader:
     """
     Alternates the text encoders and the other components of a pipeline on a device.
 
@@ -372,7 +372,7 @@ class Turns:
         for group in (encoders, others):
             for module in group:
                 module.to("cpu")  # bitsandbytes quantizes on the device
-                add_hook_to_module(module, TurnHook(self, group))
+                add_hook_to_module(module, OffloadHook(self, group))
 
     def take(self, modules: list[nn.Module]) -> None:
         """Move a group to the device, and the current one to the CPU."""
@@ -384,10 +384,10 @@ class Turns:
                 module.to(self.device)
 
 
-class TurnHook(ModelHook):
+class OffloadHook(ModelHook):
     """Moves the group of a component to the device before its forward pass."""
 
-    def __init__(self, turns: Turns, group: list[nn.Module]):
+    def __init__(self, turns: ComponentOffloader, group: list[nn.Module]):
         self.turns, self.group, self.execution_device = turns, group, turns.device  # read by diffusers
 
     def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:

@@ -43,8 +43,8 @@ def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
     by_label = ([row for row, label_of_row in enumerate(labels) if label_of_row == label] for label in ("Yes", "No"))
     rows = []
     (prefix, suffix) = theme_question("\0").split("\0")
-    for row_numbers in zip_longest(*(_evenly_spaced(label_rows, max_rows) for label_rows in by_label)):
-        selected_rows = [pairs[row_number] for row_number in row_numbers if row_number is not None]
+    for row_indices in zip_longest(*(_evenly_spaced(label_rows, max_rows) for label_rows in by_label)):
+        selected_rows = [pairs[row_index] for row_index in row_indices if row_index is not None]
         captions = [
             "consistent" if decision_of(pair["completion"]) == "Yes" else "inconsistent" for pair in selected_rows
         ]
@@ -61,8 +61,8 @@ def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
 def rankings_sheet(rankings: Dataset, path: str | Path, max_rows: int = 4) -> None:
     """Show some rankings: the reference on the left, then the candidates, the most consistent first."""
     rows = []
-    for row_number in _evenly_spaced(range(len(rankings)), max_rows):
-        row = rankings[row_number]
+    for row_index in _evenly_spaced(range(len(rankings)), max_rows):
+        row = rankings[row_index]
         order = row["ranking"][:_MAX_IMAGES]
         candidates = [(row["candidates"][index], f"rank {rank}") for rank, index in enumerate(order, start=1)]
         rows.append((row.get("theme") or row["prompt"], [[(row["reference"], "reference")], candidates]))

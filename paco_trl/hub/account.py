@@ -36,7 +36,7 @@ _TIMEOUT = (30.0, 120.0, 120.0, None)
 
 
 @contextmanager
-def hub_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
+def explain_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
     """
     Raise a `ConnectionError` with a remedy if the Hub does not answer, or is still overloaded after its client's
     retries.
@@ -69,7 +69,7 @@ def check_token(api: HfApi) -> None:
         raise LocalTokenNotFoundError("There is no token of the Hub. Log in with `hf auth login`, or set `HF_TOKEN`.")
 
 
-def find_repository(
+def check_repo(
     api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model", revision: str | None = None
 ) -> tuple[str, Any]:
     """
@@ -78,7 +78,7 @@ def find_repository(
     Returns the full id and the repository's `ModelInfo` or `DatasetInfo`, `None` if it does not exist.
     """
     check_token(api)
-    with hub_outages(api):
+    with explain_outages(api):
         user = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
         try:
@@ -96,7 +96,7 @@ def find_repository(
     return repo_id, info
 
 
-def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_files: list[str]) -> None:
+def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_files: list[str]) -> None:
     """
     Check that a push only replaces an earlier version of the model.
 
@@ -115,7 +115,7 @@ def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, publishe
         raise ValueError(
             f"{info.id} has other weights, such as {min(other_weights)!r}. Choose another repository, or delete them."
         )
-    with hub_outages(api):
+    with explain_outages(api):
         other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
@@ -124,14 +124,14 @@ def check_contents(api: HfApi, info: ModelInfo, base_model: str | None, publishe
         )
 
 
-def prepare_repository(
+def prepare_repo(
     api: HfApi, repo_id: str, private: bool | None, revision: str | None, base_model: str | None, files: list[str]
 ) -> str:
     """Check a repository, create it and the branch if they do not exist, and return the full id."""
-    repo_id, info = find_repository(api, repo_id, private, revision=revision)
+    repo_id, info = check_repo(api, repo_id, private, revision=revision)
     if info is not None:
-        check_contents(api, info, base_model, files)
-    with hub_outages(api):
+        check_repo_contents(api, info, base_model, files)
+    with explain_outages(api):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)

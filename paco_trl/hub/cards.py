@@ -18,13 +18,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
-from ..utils.files import open_weights, read_template, write_atomically
+from ..utils.files import apply_umask, read_template, write_atomically
 from ..utils.images import to_png
 from ..utils.logs import get_logger
 from ..utils.model_files import SETTINGS
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
-from .files import JUDGE_PICTURES, PICTURES, foreign_files, published_files_of, saved_pictures, select_files
+from .files import JUDGE_PICTURES, PICTURES, foreign_files, get_published_files, saved_pictures, select_files
 from .settings import ImageModelCard, JudgeCard, load_settings, save_settings
 
 
@@ -105,7 +105,7 @@ def saving_with_card(
     folder, pictures_before = Path(folder), saved_pictures(folder)
     old_pictures = pictures_before or set()
     _keep_edited(folder)
-    old_files = published_files_of(folder) if published_files and pictures_before is not None else None
+    old_files = get_published_files(folder) if published_files and pictures_before is not None else None
     patterns = [*published_files, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
     for name, path in select_files(folder, patterns).items():
         is_old_picture = name in old_pictures - {*card.pictures}
@@ -113,7 +113,7 @@ def saving_with_card(
             path.unlink()
     save_settings(card, folder)  # first, so that the files it lists count as paco_trl's even after a kill
     yield
-    open_weights(select_files(folder, published_files).values())
+    apply_umask(select_files(folder, published_files).values())
     for name, picture in pictures.items():
         if isinstance(picture, Image):
             write_atomically(folder / name, to_png(picture), durable=False)
@@ -136,7 +136,7 @@ def _keep_edited(folder: Path) -> None:
     )
 
 
-def card_for(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:
+def replace_repo_id(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:
     """Replace the repository id in the code snippets of a rendered card with the repository it is pushed to."""
     not_base_model = (
         r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # keep base models, and the name of a served model

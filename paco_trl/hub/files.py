@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..utils.files import read_record
 from ..utils.model_files import SETTINGS
-from ..utils.text import some_of
+from ..utils.text import join_first
 
 
 # In a checkpoint, the record of its run and files; in an output directory, the mark of a started run
@@ -86,12 +86,12 @@ def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     if not foreign:
         return None
     return (
-        f"'{folder}' has {some_of(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move "
+        f"'{folder}' has {join_first(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move "
         "this away, or choose another directory."
     )
 
 
-def published_files_of(folder: str | Path) -> list[str] | None:
+def get_published_files(folder: str | Path) -> list[str] | None:
     """Return the patterns of files to publish from a model or checkpoint directory, `None` if it has no model."""
     folder = Path(folder)
     if (folder / "adapter_model.safetensors").is_file() and (folder / "adapter_config.json").is_file():

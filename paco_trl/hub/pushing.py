@@ -16,10 +16,10 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 
 from ..utils.background import CallExecutor
-from ..utils.errors import is_message_enough
+from ..utils.errors import is_user_error
 from ..utils.files import read_record, write_atomically
 from ..utils.names import is_local, public_name
-from .account import hub_outages
+from .account import explain_outages
 from .files import is_one_of, select_files
 
 
@@ -31,17 +31,15 @@ STAGING = ".pushing"
 _REPOSITORY = "repository.json"
 
 
-def remember_repository(
-    output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None
-) -> None:
+def save_push_target(output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None) -> None:
     """Record the target of an output directory's uploads. `revision=None` is the main branch."""
     shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)  # a killed run may have left files
     repository = {"repo_id": repo_id, "revision": revision, "private": private}
     write_atomically(Path(output_dir) / STAGING / _REPOSITORY, json.dumps(repository))
 
 
-def remembered_repository(output_dir: str | Path) -> dict[str, Any]:
-    """Read the record of [`remember_repository`], an empty dictionary if no upload was ever prepared."""
+def load_push_target(output_dir: str | Path) -> dict[str, Any]:
+    """Read the record of [`save_push_target`], an empty dictionary if no upload was ever prepared."""
     return read_record(Path(output_dir) / STAGING / _REPOSITORY)
 
 
@@ -61,7 +59,7 @@ class HubPusher:
     # Not `run_as_future`: the process would not exit before its uploads end, and a scheduler would kill it
     _background: CallExecutor = field(default_factory=lambda: CallExecutor(1, "push to the Hub"))
 
-    def push_later(
+    def push_checkpoint(
         self, checkpoint: str | Path, message: str, checkpoint_name: str | None = None, replace: bool = True
     ) -> None:
         """
@@ -75,7 +73,7 @@ class HubPusher:
         # Also called if the job is canceled
         self._job.add_done_callback(lambda job: shutil.rmtree(staging_dir, ignore_errors=True))
 
-    def push_now(
+    def push_model(
         self, folder: str | Path, message: str, contents: Mapping[str, str] | None = None, blocking: bool = True
     ) -> CommitInfo | Future:
         """Upload a model and wait, or return a `Future`; `contents` (name -> text) replace files of the folder."""
@@ -118,7 +116,7 @@ class HubPusher:
     def _upload(self, staging_dir: Path, message: str, remedy: str) -> CommitInfo:
         """Upload a staging directory in one commit that also deletes files of earlier uploads, and delete it."""
         try:
-            with hub_outages(self.api, remedy):
+            with explain_outages(self.api, remedy):
                 remote_files = self.api.list_repo_files(self.repo_id, revision=self.revision)
                 # By exact name: `*` in the client's patterns crosses directories, into full checkpoints
                 old_files = [glob.escape(name) for name in remote_files if is_one_of(name, self.published_files)]
@@ -136,7 +134,7 @@ class HubPusher:
             self._upload(staging_dir, message, remedy)
         # Any error: training continues, and the user is warned
         except Exception as error:
-            has_traceback = not is_message_enough(error)
+            has_traceback = not is_user_error(error)
             logger.warning(
                 f"A checkpoint was not pushed to the Hub, and training continues. {error}", exc_info=has_traceback
             )

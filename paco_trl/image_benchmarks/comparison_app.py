@@ -22,12 +22,12 @@ from ..data import (
     theme_question,
 )
 from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts, prompts_of_row
-from ..generation.inference import Turns, read_adapter
-from ..rollout.families import family_of
+from ..generation.inference import ComponentOffloader, read_adapter
+from ..rollout.families import get_family
 from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
-from ..utils.errors import is_message_enough
+from ..utils.errors import is_user_error
 from ..utils.files import read_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
@@ -72,12 +72,12 @@ class Comparison:
         self.pipeline = pipeline
         self.judge = judge
         self.panel_size = panel_size
-        self.turns: Turns | None = getattr(pipeline, "turns", None)
+        self.turns: ComponentOffloader | None = getattr(pipeline, "turns", None)
         self._judge_models = [] if judge is None or self.turns is None else [judge.model.to("cpu")]
         pipeline.set_progress_bar_config(disable=True)
-        self.family = family_of(pipeline)
+        self.family = get_family(pipeline)
         self.guidance_scale = guidance_scale
-        if self.family.needs_images:
+        if self.family.requires_source_image:
             name = type(pipeline).__name__
             raise ValueError(f"{name} edits a source image, but this app compares image sets generated from text.")
         self.negative_prompt = self.family.resolve_negative_prompt(pipeline, guidance_scale, negative_prompt)
@@ -237,7 +237,7 @@ def make_app(
             yield _board(*page, panels=panels, scores=comparison.score(prompt, sets))
         # Gradio shows the message as HTML, and ZeroGPU only forwards `gr.Error`
         except Exception as error:
-            if isinstance(error, ValueError) and is_message_enough(error):  # about a size or a prompt
+            if isinstance(error, ValueError) and is_user_error(error):  # about a size or a prompt
                 raise gr.Error(html.escape(str(error)), print_exception=False) from error
             error_type = type(error).__name__
             raise gr.Error(f"The comparison failed ({error_type}). Choose fewer panels, or see the log.") from error

@@ -17,12 +17,12 @@ from ..generation.edits import edit_keys
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.images import to_png
-from ..utils.text import shorten, some_of
+from ..utils.text import join_first, shorten
 from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
 from .image_sets import SystemImages, load_image_file
 from .leakage import leakage_text
 from .score_store import ScoreStore, open_scores, read_scores
-from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
+from .statistics import NOTES, Line, SampleKey, System, breakdowns, check_systems, system_alerts, table
 
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def score_edits(
     if unanswered and store.is_main_process:
         logger.warning(
             f"{endpoint.model} gave no readable answer about {len(unanswered)} of {len(scores)} edits in "
-            f"{max_attempts} attempt(s): {some_of(unanswered)}. Its answers are in {store.folder}. Rerun to "
+            f"{max_attempts} attempt(s): {join_first(unanswered)}. Its answers are in {store.folder}. Rerun to "
             "query it about these again."
         )
     return scores
@@ -324,7 +324,7 @@ def gedit_results(
 
 def _values(
     system: System, scores: Mapping[str, EditScore | None], seed: int, protocol: str
-) -> dict[str, dict[Unit, float]]:
+) -> dict[str, dict[SampleKey, float]]:
     """Return the scores of edits by metric. Missing edits count 0, or are left out by the published protocol."""
     zero = dict.fromkeys(system.images.missing if protocol == "default" else (), EditScore(0.0, 0.0, 0.0))
     known_scores = {key: score for key in system.images.sets if (score := zero.get(key, scores.get(key))) is not None}
@@ -337,7 +337,7 @@ def _tables(
     """Compute the tables of a judge by language, and the breakdowns by task type."""
     tables, breakdown_tables = [], []
     line_kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
-    strata: dict[Unit, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
+    strata: dict[SampleKey, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):
         language_rows = {key: row for key, row in rows.items() if row.get("language") == language}
         label = "All languages" if language is None else LANGUAGES.get(language, language)

@@ -21,7 +21,7 @@ from ..data.source_images import decoded_size
 from ..generation.edits import edit_keys
 from ..utils.files import file_name, write_atomically
 from ..utils.images import reading, to_png, to_rgb
-from ..utils.text import some_of
+from ..utils.text import join_first
 
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class SystemImages:
         """Reject missing images."""
         if self.missing:
             raise ValueError(
-                f"{len(self.missing)} of {len(self.sets)} sets lack images: {some_of(list(self.missing))}. The mean "
+                f"{len(self.missing)} of {len(self.sets)} sets lack images: {join_first(list(self.missing))}. The mean "
                 "of the rest would flatter. Add them, or count them as 0 (`missing='zero'`)."
             )
 
@@ -134,14 +134,14 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
             f"panel `<id>_<number>.png`, with ids such as {rows[0][column]!r}."
         )
     images: dict[str, dict[int | None, Path]] = {}
-    for path, (name, panel_number) in matches.items():
-        if (same_image := images.setdefault(name, {}).setdefault(panel_number, path)) != path:
+    for path, (name, panel_index) in matches.items():
+        if (same_image := images.setdefault(name, {}).setdefault(panel_index, path)) != path:
             raise ValueError(f"{same_image} and {path.name} are the same image of {name!r} in two formats. Keep one.")
-    panel_numbers = [
+    panel_indices = [
         (name, number) for name, panel_files in images.items() for number in panel_files if number is not None
     ]
-    first_number = int(bool(panel_numbers) and all(number > 0 for _, number in panel_numbers))
-    if first_number == 1 and not any(number == counts[name] for name, number in panel_numbers):
+    first_number = int(bool(panel_indices) and all(number > 0 for _, number in panel_indices))
+    if first_number == 1 and not any(number == counts[name] for name, number in panel_indices):
         raise ValueError(f"Panels in {folder} are numbered neither from 0 nor to the last. Add a first or last one.")
     sets = {}
     for row in rows:
@@ -204,7 +204,7 @@ def find_edits(folder: str | Path, prompts: Dataset) -> SystemImages:
         where = _directories(folder, rows[missing[0]])
         name = file_name(rows[missing[0]]["id"])
         message = (
-            f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {some_of(missing)}. The first was "
+            f"{folder}: {len(missing)} of {len(rows)} prompts have no edit: {join_first(missing)}. The first was "
             f"searched as {name}.png directly in {', '.join(map(str, where))}."
         )
         if not edits:
@@ -235,7 +235,7 @@ def _warn(message: str) -> None:
 
 def _warn_about_unknown(names: list[str], folder: Path) -> None:
     if names:
-        _warn(f"{folder}: {len(names)} images belong to no prompt: {some_of(names)}.")
+        _warn(f"{folder}: {len(names)} images belong to no prompt: {join_first(names)}.")
 
 
 def _layouts(benchmark: Dataset) -> list[dict]:
@@ -316,13 +316,13 @@ def write_panel_files(images: SystemImages, benchmark: Dataset, folder: str | Pa
         )
     paths = []
     for key, set_ in images.sets.items():
-        for panel_number, panel in enumerate(set_.panels()):
+        for panel_index, panel in enumerate(set_.panels()):
             if panel is not None:
                 # `file_name` encodes names that would leave the directory
                 name = file_name(names[key])
                 shots = rows[set_.prompt_id].get("shots")
                 # With a constant time, so that the same call writes the same files
-                story = f"{_STORY_RUN}/{name}/shots/shot_{shots[panel_number]:02}.png" if shots is not None else None
-                paths.append(Path(folder) / (story or f"{name}_{panel_number:04}.png"))
+                story = f"{_STORY_RUN}/{name}/shots/shot_{shots[panel_index]:02}.png" if shots is not None else None
+                paths.append(Path(folder) / (story or f"{name}_{panel_index:04}.png"))
                 write_atomically(paths[-1], to_png(panel))
     return paths

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..utils.text import some_of, words_of
+from ..utils.text import join_first, split_words
 
 
 # Words per shingle
@@ -34,19 +34,19 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
         `dict[str, Any]`: `num_training_prompts`, and `exact` and `near`, lists with the `id` of a benchmark prompt and
         its nearest `training_row`.
     """
-    training_shingles = [_shingles(words_of(text)) for text in training]
+    training_shingles = [_shingles(split_words(text)) for text in training]
     row_by_text: dict[str, int] = {}
     rows_by_shingle: dict[tuple[str, ...], list[int]] = {}
     for row, text in enumerate(training):
-        row_by_text.setdefault(" ".join(words_of(text)), row)
+        row_by_text.setdefault(" ".join(split_words(text)), row)
         for shingle in training_shingles[row]:
             rows_by_shingle.setdefault(shingle, []).append(row)
     exact, near = [], []
     for name, text in zip(ids, benchmark, strict=True):
-        if (matching_row := row_by_text.get(" ".join(words_of(text)))) is not None:
+        if (matching_row := row_by_text.get(" ".join(split_words(text)))) is not None:
             exact.append({"id": name, "training_row": matching_row})
             continue
-        shingles = _shingles(words_of(text))
+        shingles = _shingles(split_words(text))
         shared_counts = Counter(row for shingle in shingles for row in rows_by_shingle.get(shingle, ()))
         for row, count in shared_counts.most_common(1):
             if count >= max(_MIN_SHARED, NEAR_DUPLICATE * min(len(shingles), len(training_shingles[row]))):
@@ -64,7 +64,7 @@ def leakage_text(leakage: dict[str, Any] | None) -> str:
         return "Leakage: not checked, since no training prompts were given."
     training = f"{leakage['num_training_prompts']} training prompts"
     groups = [
-        f"{title}: {some_of([prompt['id'] for prompt in leakage[match_type]])}."
+        f"{title}: {join_first([prompt['id'] for prompt in leakage[match_type]])}."
         for match_type, title in (("exact", "the same text"), ("near", "nearly the same"))
         if leakage[match_type]
     ]

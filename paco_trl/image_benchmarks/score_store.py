@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..utils.journals import Journal, check_header, read_lines
 from ..utils.locks import sole_writer
 from ..utils.processes import wait_for_all
-from ..utils.text import some_of
+from ..utils.text import join_first
 
 
 class Scores(NamedTuple):
@@ -108,7 +108,7 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
         if missing := [key for key in digests if key not in records]:
             raise ValueError(
                 f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}, or have changed "
-                f"since: {some_of(missing)}. Rerun the scoring."
+                f"since: {join_first(missing)}. Rerun the scoring."
             )
         scores.append(Scores(settings, records))
     return scores

@@ -13,14 +13,14 @@ import yaml
 from ..evaluation.runs import check_protocol
 from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
-from ..utils.text import differences, some_of
+from ..utils.text import differences, join_first
 from .image_sets import SystemImages
 from .score_store import Scores
 
 
 # Key of a value: a tuple that begins with the prompt id, such as (prompt id, seed) or (prompt id, seed, panel)
-Unit = tuple[Hashable, ...]
-Values = Mapping[Unit, float]
+SampleKey = tuple[Hashable, ...]
+Values = Mapping[SampleKey, float]
 NOTES: dict[str, str] = yaml.safe_load(read_template("generation_report_notes.yaml"))
 # Settings that two systems must share to be comparable
 CONDITIONS = (
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 
 def cell(
-    parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[Unit, Hashable] | None = None
+    parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[SampleKey, Hashable] | None = None
 ) -> dict[str, Any]:
     """Compute the weighted sum of the parts' means over units, and its 95 % bootstrap interval over prompts."""
     # Values of a prompt are not independent, so prompts are resampled with all their units, and jointly for all parts
@@ -96,7 +96,7 @@ def difference(
     first: Sequence[Values],
     second: Sequence[Values],
     weights: Sequence[float] | None = None,
-    strata: Mapping[Unit, Hashable] | None = None,
+    strata: Mapping[SampleKey, Hashable] | None = None,
 ) -> dict[str, Any]:
     """Compute the paired difference of two systems, second minus first, over the units of both."""
     differences = [
@@ -111,7 +111,7 @@ def table(
     lines: Sequence[Line],
     systems: Sequence[Mapping[str, Values]],
     prompts: Container[Hashable] | None = None,
-    strata: Mapping[Unit, Hashable] | None = None,
+    strata: Mapping[SampleKey, Hashable] | None = None,
 ) -> dict[str, Any]:
     """Compute a table from the values of each system by metric, without lines that have unscored parts."""
     rows = []
@@ -164,7 +164,7 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
         raise ValueError(f"Both systems are {first.folder}. Choose two different ones to compare.")
     if unshared_keys := first.images.sets.keys() ^ second.images.sets.keys():
         raise ValueError(
-            f"The two systems have different prompts or seeds: only one has {some_of(sorted(unshared_keys))}."
+            f"The two systems have different prompts or seeds: only one has {join_first(sorted(unshared_keys))}."
         )
     base, tuned = ({run.settings["scores"]: run.settings for run in runs} for runs in scores)
     for name in sorted(base | tuned):
@@ -197,10 +197,10 @@ def system_alerts(
                 "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
             )
             missing_text = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
-            alerts.append(f"{missing_text} and {treatment}: {some_of(list(missing))}.")
+            alerts.append(f"{missing_text} and {treatment}: {join_first(list(missing))}.")
         for scorer, keys in system_gaps.items():
             if keys:
                 consequence = published_gaps if is_published else "are left out of its figures"
                 text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {consequence}"
-                alerts.append(f"{text}: {some_of(keys)}.")
+                alerts.append(f"{text}: {join_first(keys)}.")
     return alerts

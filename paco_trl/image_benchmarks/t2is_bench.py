@@ -26,7 +26,7 @@ from ..rewards import ServedJudge
 from ..rewards.image_rewards import panel_similarity
 from ..utils.fingerprint import describe_scorer
 from ..utils.names import public_name
-from ..utils.text import read_json, some_of
+from ..utils.text import join_first, read_json
 from .image_sets import SystemImages
 from .score_store import open_scores
 
@@ -169,7 +169,9 @@ def _with_alignment(dataset: Dataset, path: Path) -> Dataset:
             for text in dimensions.get(title, [])
         ])  # fmt: skip
     if missing_cases:
-        raise ValueError(f"{path} lacks {len(missing_cases)} of the {len(dataset)} cases: {some_of(missing_cases)}.")
+        raise ValueError(
+            f"{path} lacks {len(missing_cases)} of the {len(dataset)} cases: {join_first(missing_cases)}."
+        )
     titles = {entry["dimension"] for entries in column for entry in entries}
     if missing_dimensions := [title for title in ALIGNMENT.values() if title not in titles]:
         raise ValueError(
@@ -368,7 +370,7 @@ def _score(
     if incomplete_keys and store.is_main_process:
         logger.warning(
             f"{name} gave no score for {len(incomplete_keys)} of {len(records)} sets ({kind}): "
-            f"{some_of(incomplete_keys)}. Its results leave them out. Rerun to query it about them again."
+            f"{join_first(incomplete_keys)}. Its results leave them out. Rerun to query it about them again."
         )
     return records
 

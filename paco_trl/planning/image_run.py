@@ -21,7 +21,7 @@ from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.round_trainer import ROUNDS_AHEAD
 from .judge_run import QUESTION_TOKENS, JudgeNetwork, judge_tokens
 from .peaks import extrapolate, weights_bytes
-from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, largest_turn, training_memory
+from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, max_by_total, training_memory
 from .planned_pipeline import PlannedImage, PlannedPipeline
 
 
@@ -75,7 +75,7 @@ class ImageRun:
         names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         self.settings = {name: getattr(args, name) for name in names} | {
             "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
-            "serves_judge": not self.judges, "num_processes": args.round_plan.num_processes,
+            "uses_judge_server": not self.judges, "num_processes": args.round_plan.num_processes,
         }  # fmt: skip
 
     @property
@@ -115,7 +115,7 @@ class ImageRun:
         return sum(self.weights_bytes(module, False, plan.quantization) for module in modules)
 
     def _local_judges(self, plan: MemoryPlan) -> list[JudgeNetwork]:
-        return [] if plan.serves_judge else self.judges
+        return [] if plan.uses_judge_server else self.judges
 
     def _rewards_bytes(self, plan: MemoryPlan) -> int:
         judges = self._local_judges(plan)
@@ -131,7 +131,7 @@ class ImageRun:
     def _judge_activations(self, plan: MemoryPlan, image: PlannedImage) -> dict[str, int]:
         """Return the activations of the largest judge."""
         # It sees pairs of panels or a whole grid, and images without panels in pairs
-        num_images = 2 if image.rows.image_layouts[image.row_number] == (1, 1) else 1
+        num_images = 2 if image.rows.image_layouts[image.row_index] == (1, 1) else 1
         num_tokens = judge_tokens(num_images * math.prod(image.size), QUESTION_TOKENS)
         peaks = [judge.peak(plan.judge_batch_size, num_tokens) for judge in self._local_judges(plan)]
         return {"activations of the judge": max(peaks, default=0)}
@@ -140,7 +140,9 @@ class ImageRun:
         args = self.args
         image = self.image
         eval_image = self.eval_image
-        step, decoding = self._generation_peaks(plan, image, plan.batch_size * args.round_plan.num_merged_batches)
+        step, decoding = self._generation_peaks(
+            plan, image, plan.batch_size * args.round_plan.micro_batches_per_rollout_batch
+        )
         evaluating = max(self._generation_peaks(plan, eval_image, args.per_device_eval_batch_size))
         training = extrapolate(
             self.pipeline.training_peak, plan.batch_size, image, plan.gradient_checkpointing, plan.quantization
@@ -150,7 +152,7 @@ class ImageRun:
         always, per_batch = self._persistent(plan)
         # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed and FSDP
         encoding = {"round": 0, "text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders)}
-        encoding |= {} if plan.is_divided else {"frozen weights": 0}
+        encoding |= {} if plan.is_sharded else {"frozen weights": 0}
         rollout = self._generating(plan, always, self.has_old_policy)
         evaluation = self._generating(plan, always, args.ema_decay is not None)
         # Rewards run while the next images are generated, and offloaded ones after the last
@@ -158,7 +160,7 @@ class ImageRun:
             visit = always | {"rewards": self._rewards_bytes(plan)}
             eval_visit = visit | {"replaced weights": evaluation["replaced weights"]} | eval_judging
             scoring = visit | judging
-            evaluation = largest_turn(evaluation | {"activations": evaluating}, eval_visit)
+            evaluation = max_by_total(evaluation | {"activations": evaluating}, eval_visit)
         else:
             scoring = rollout | {"activations": max(step, decoding)} | judging
             evaluation |= {"activations": evaluating} | eval_judging
@@ -241,16 +243,16 @@ class ImageRun:
         trained = {"trained weights": pipeline.num_trained * itemsize}
         vae = {"VAE": self.weights_bytes(self.pipeline.vae)}
         generation = frozen | trained | vae | {"activations": max(self._generation_peaks(plan, self.eval_image, 1))}
-        if not is_adapter and not plan.is_divided:  # as in training, they stay on the device together
+        if not is_adapter and not plan.is_sharded:  # as in training, they stay on the device together
             generation |= encoding
         judging = self._judge_activations(plan, self.eval_image)
         judges = [weights_bytes(judge.network) for judge in self._local_judges(plan)]
-        generating = largest_turn(encoding, generation)
+        generating = max_by_total(encoding, generation)
         device = {
-            "evaluate prompts": largest_turn(generating, {"rewards": self._rewards_bytes(plan)} | judging),
+            "evaluate prompts": max_by_total(generating, {"rewards": self._rewards_bytes(plan)} | judging),
             "evaluate images": generating,
             "build grids": generating,
-            "space": largest_turn(generating, {"rewards": max(judges, default=0)} | judging),
+            "space": max_by_total(generating, {"rewards": max(judges, default=0)} | judging),
         }
         host = plan.host_memory({"libraries": LIBRARIES} | trained, vae, encoding | frozen)
         return [Phase(name, uses, *host) for name, uses in device.items()]

@@ -76,7 +76,7 @@ class MemoryPlan:
             Options of the trainer's config.
         quantization (`str` or `None`):
             `nf4`, `int8`, `fp8` or `fp8_storage`, of the frozen weights.
-        serves_judge (`bool`):
+        uses_judge_server (`bool`):
             Whether the judges run on a server instead of the device.
         zero_stage (`int` or `None`):
             Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
@@ -96,7 +96,7 @@ class MemoryPlan:
     offload_rewards: bool = False
     ema_offload: bool = False
     vae_tiling: bool = False
-    serves_judge: bool = True
+    uses_judge_server: bool = True
     zero_stage: int | None = None
     is_fsdp: bool = False
     num_processes: int = 1
@@ -117,7 +117,7 @@ class MemoryPlan:
         return self.run.commands(self)
 
     @property
-    def is_divided(self) -> bool:
+    def is_sharded(self) -> bool:
         """Return whether DeepSpeed or FSDP2 places the weights."""
         return self.is_fsdp or self.zero_stage is not None
 
@@ -217,11 +217,11 @@ def training_memory(
     }
     return always, {
         "gradients": float32_bytes // plan.num_shards(2),
-        "DDP's buckets": 0 if plan.is_divided or plan.num_processes == 1 else float32_bytes,
+        "DDP's buckets": 0 if plan.is_sharded or plan.num_processes == 1 else float32_bytes,
     }
 
 
-def largest_turn(*turns: dict[str, int]) -> dict[str, int]:
+def max_by_total(*turns: dict[str, int]) -> dict[str, int]:
     """Return the uses that take the most bytes, of those that take turns on a device."""
     return max(turns, key=lambda uses: sum(uses.values()))
 

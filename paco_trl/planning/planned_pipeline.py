@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
-from ..rollout import EncodedImage, PipelinePolicy, cast_floating_inputs, family_of
+from ..rollout import EncodedImage, RecordingPipeline, cast_floating_inputs, get_family
 from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.loading import load_without_weights
@@ -57,7 +57,7 @@ class PlannedImage:
     """The image of a dataset that takes the most memory; `scale` is that of its source images."""
 
     rows: PromptRows
-    row_number: int
+    row_index: int
     prompt: str
     size: tuple[int, int]
     scale: float
@@ -65,13 +65,13 @@ class PlannedImage:
     @classmethod
     def largest(cls, rows: PromptRows, sizes: list[tuple[int, int]], scale: float) -> "PlannedImage":
         """Find the row with the largest size and the longest prompt."""
-        largest = lambda prompt: (math.prod(sizes[prompt.row_number]), len(prompt.prompt))  # noqa: E731
-        row_number, prompt = max(rows.image_prompts, key=largest)
-        return cls(rows, row_number, prompt, sizes[row_number], scale)
+        largest = lambda prompt: (math.prod(sizes[prompt.row_index]), len(prompt.prompt))  # noqa: E731
+        row_index, prompt = max(rows.image_prompts, key=largest)
+        return cls(rows, row_index, prompt, sizes[row_index], scale)
 
     @property
     def negative_prompt(self) -> str | None:
-        return self.rows.negative_prompts[self.row_number]
+        return self.rows.negative_prompts[self.row_index]
 
 
 class PlannedPipeline:
@@ -90,7 +90,7 @@ class PlannedPipeline:
         self.training_precision = functools.partial(training_precision, dtype, not is_deepspeed)
         dtypes = {"default": dtype} | ({"transformer": torch.float32} if not (peft_config or is_deepspeed) else {})
         self.pipeline = pipeline = load_without_weights(model, dtypes, **hub_arguments(args.model_init_kwargs or {}))
-        self.family = family_of(pipeline)
+        self.family = get_family(pipeline)
         self.transformer = transformer = pipeline.transformer
         self.signature = inspect.signature(transformer.forward)
         with init_empty_weights():
@@ -101,7 +101,7 @@ class PlannedPipeline:
             if isinstance(component, nn.Module):
                 with skip_equal_blocks(component):  # skipped blocks are counted, but not called
                     fake_weights(component, self.mode)
-        self.policy = PipelinePolicy(pipeline, self.family, self.model.train(), self.signature)
+        self.policy = RecordingPipeline(pipeline, self.family, self.model.train(), self.signature)
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
         encoders = (pipeline.components[name] for name in self.family.text_encoders)
@@ -127,7 +127,7 @@ class PlannedPipeline:
     @cached_method
     def embeddings(self, image: PlannedImage) -> dict[str, torch.Tensor]:
         """Encode the prompt and the negative prompt, as zeros in the real shapes with batch dimension 1."""
-        images = image.rows.images(image.row_number) if self.family.prompt_sees_images else []
+        images = image.rows.images(image.row_index) if self.family.prompt_sees_images else []
         encoding_arguments = (torch.device("cpu"), images, image.scale)
         with truncations_counted(self.pipeline):  # tokenizers warn of each long text
             embeddings = dict(self.family.encode_prompt(self.pipeline, image.prompt, *encoding_arguments))
@@ -160,7 +160,7 @@ class PlannedPipeline:
 
         sources = [
             self.family.prepare_image(self.pipeline, source, image.scale)
-            for source in image.rows.images(image.row_number)
+            for source in image.rows.images(image.row_index)
         ]
         if image.rows.is_anchored:
             sources.append(self.panel(image))

@@ -142,18 +142,18 @@ class ScoredImages:
     ) -> "ScoredImages":
         """Gather thumbnails of the first prompts from all processes; `scores` are the other attributes, in order."""
         mine = [
-            (done.number, thumbnail(done.image, len(done.samples)))
+            (done.index, thumbnail(done.image, len(done.samples)))
             for done in completions
             if done.image is not None and done.group < MAX_PROMPTS and done.generation < MAX_IMAGES
         ]
         return cls(dict(gather_object(mine)), num_generations, *scores)
 
-    def scores(self, image_number: int) -> dict[str, float | None]:
+    def scores(self, image_index: int) -> dict[str, float | None]:
         """Return the scores of an image by name; a missing reward is `None`."""
-        named = zip(self.reward_names, self.rewards[image_number].tolist(), strict=True)
+        named = zip(self.reward_names, self.rewards[image_index].tolist(), strict=True)
         scores = {name: None if math.isnan(value) else round(value, 6) for name, value in named}
         if self.advantages is not None:
-            scores["advantage"] = round(self.advantages[image_number].item(), 6)
+            scores["advantage"] = round(self.advantages[image_index].item(), 6)
         return scores
 
     def table(self, prompts: list[str]) -> dict[str, list]:
@@ -166,12 +166,12 @@ class ScoredImages:
     def cells(self, prompt: int, count: int, label: str = "") -> list[Cell]:
         """Return the first images of a prompt, each with its scores below it."""
         cells: list[Cell] = []
-        for image_number in range(prompt * self.num_generations, prompt * self.num_generations + count):
+        for image_index in range(prompt * self.num_generations, prompt * self.num_generations + count):
             lines = [
                 f"{name} {'none' if value is None else f'{value:.3f}'}"
-                for name, value in self.scores(image_number).items()
+                for name, value in self.scores(image_index).items()
             ]
-            cells.append((self.pictures.get(image_number), "\n".join([label] * bool(label) + lines)))
+            cells.append((self.pictures.get(image_index), "\n".join([label] * bool(label) + lines)))
         return cells
 
 
@@ -227,12 +227,12 @@ def save_scored_sheet(
         if (picture := shown.pictures.get(prompt * shown.num_generations)) is not None:
             write_atomically(folder / CARD / f"{prompt}_{name}.png", to_png(picture))
     lines = []
-    for image_number in range(len(shown.rewards)):
-        prompt, generation = divmod(image_number, shown.num_generations)
-        entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(image_number)}
+    for image_index in range(len(shown.rewards)):
+        prompt, generation = divmod(image_index, shown.num_generations)
+        entry = {"prompt": prompts[prompt], "generation": generation, **shown.scores(image_index)}
         if before is not None:
-            entry |= {f"{score}_before": value for score, value in before.scores(image_number).items()}
-        entry |= {column: values[image_number] for column, values in shown.extra.items()}
+            entry |= {f"{score}_before": value for score, value in before.scores(image_index).items()}
+        entry |= {column: values[image_index] for column, values in shown.extra.items()}
         lines.append(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
     write_atomically(folder / f"{name}.jsonl", "".join(lines))
     return sheet

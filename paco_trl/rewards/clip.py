@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.masking_utils import create_causal_mask
 
-from ..data.columns import PanelImages, column_of, panels_of
+from ..data.columns import PanelImages, require_column, require_panels
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_rgb
 from ..utils.names import check_model_name, public_name
@@ -164,8 +164,8 @@ class ClipTReward(ClipEmbedder):
         if panels is None and not self.needed_columns:
             panels = [[prompt] for prompt in prompts]
             panel_images = [[image] for image in completions]
-        panels = column_of(panels, "panels", len(completions), f"`{type(self).__name__}`")
-        panel_images = column_of(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
+        panels = require_column(panels, "panels", len(completions), f"`{type(self).__name__}`")
+        panel_images = require_column(panel_images, "panel_images", len(completions), f"`{type(self).__name__}`")
         for index, (texts, images) in enumerate(zip(panels, panel_images, strict=True)):
             if not texts or not all(map(is_text, texts)) or len(images) != len(texts):
                 raise ValueError(
@@ -261,7 +261,7 @@ class ClipIReward(ClipIScorer):
         self, prompts: list[str], completions: list[Image.Image], panel_images: PanelImages | None = None, **kwargs
     ) -> list[float]:
         """Return one score per completion from the images of its panels."""
-        panel_images = panels_of(panel_images, len(completions), "`ClipIReward`")
+        panel_images = require_panels(panel_images, len(completions), "`ClipIReward`")
         sets = [list(combinations(panels, 2)) for panels in panel_images]
         scores = iter(self.score(list(chain(*sets)), []))
         return [sum(next(scores) for _ in pairs) / len(pairs) for pairs in sets]

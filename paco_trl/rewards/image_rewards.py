@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageStat
 from scipy.ndimage import maximum_filter, maximum_filter1d, minimum_filter, uniform_filter
 
-from ..data.columns import PanelImages, column_of, panels_of
+from ..data.columns import PanelImages, require_column, require_panels
 from ..utils.images import to_rgb
 
 
@@ -63,8 +63,8 @@ class LayoutReward:
         **kwargs,
     ) -> list[float]:
         """Return one score in [0, 1] per completion, for the requested `rows` and `cols` of panels."""
-        rows = column_of(rows, "rows", len(completions), "`LayoutReward`")
-        cols = column_of(cols, "cols", len(completions), "`LayoutReward`")
+        rows = require_column(rows, "rows", len(completions), "`LayoutReward`")
+        cols = require_column(cols, "cols", len(completions), "`LayoutReward`")
         return [
             layout_score(to_rgb(image, f"Completion {index}"), rows[index], cols[index])
             for index, image in enumerate(completions)
@@ -177,12 +177,12 @@ class DuplicateReward:
         self, prompts: list[str], completions: list[Image.Image], panel_images: PanelImages | None = None, **kwargs
     ) -> list[float]:
         """Return one score in [0, 1] per completion, from the images of its panels."""
-        panel_images = panels_of(panel_images, len(completions), "`DuplicateReward`")
+        panel_images = require_panels(panel_images, len(completions), "`DuplicateReward`")
         rewards = []
         for index, panels in enumerate(panel_images):
             where = f"of completion {index}"
             thumbnails = [
-                _thumbnail(panel, f"Panel {panel_number} {where}") for panel_number, panel in enumerate(panels)
+                _thumbnail(panel, f"Panel {panel_index} {where}") for panel_index, panel in enumerate(panels)
             ]
             similarities = [_similarity(first, second) for first, second in combinations(thumbnails, 2)]
             scores = [min(1.0, (1 - similarity) / (1 - self.threshold)) for similarity in similarities]
@@ -253,7 +253,7 @@ class OcrReward:
         self, prompts: list[str], completions: list[Image.Image], text: list[str] | None = None, **kwargs
     ) -> list[float]:
         """Return one score in [0, 1] per completion, for the words of the column `text`."""
-        text = column_of(text, "text", len(completions), "`OcrReward`")
+        text = require_column(text, "text", len(completions), "`OcrReward`")
         for index, words in enumerate(text):
             if not isinstance(words, str) or not _letters(words):
                 raise ValueError(
@@ -311,7 +311,7 @@ def panel_similarity_reward(
     scores = []
     for index, panels in enumerate(panel_images):
         panels = [
-            to_rgb(panel, f"Panel {panel_number} of completion {index}") for panel_number, panel in enumerate(panels)
+            to_rgb(panel, f"Panel {panel_index} of completion {index}") for panel_index, panel in enumerate(panels)
         ]
         thumbnails = [panel.resize((8, 8), Image.Resampling.BOX) for panel in panels]
         differences = [

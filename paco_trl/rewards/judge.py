@@ -526,7 +526,7 @@ class ServedJudge:
         }
 
 
-def question_of(model: str, **hub_kwargs) -> str | None:
+def read_question(model: str, **hub_kwargs) -> str | None:
     """Return the question saved with a judge, if it was trained on a single one."""
     try:
         return _read_question(model, **hub_kwargs)

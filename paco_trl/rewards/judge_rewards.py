@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..data.columns import column_of, criteria_dict, panels_of, roles_of
+from ..data.columns import criteria_dict, require_column, require_panels, roles_of
 from ..data.questions import (
     criterion_question,
     edit_consistency_question,
@@ -253,10 +253,10 @@ class ConsistencyReward(JudgedReward):
         self.needed_columns = (self.question,) if self.question in ("theme", "criteria") else ()
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:
-        panel_images = panels_of(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
+        panel_images = require_panels(columns.get("panel_images"), len(completions), "`ConsistencyReward`")
         texts: list = [self.question] * len(completions)
         for name in self.needed_columns:
-            texts = column_of(columns.get(name), name, len(completions), f"`question={name!r}`")
+            texts = require_column(columns.get(name), name, len(completions), f"`question={name!r}`")
         questions = []
         for index, (prompt, panels, text) in enumerate(zip(prompts, panel_images, texts, strict=True)):
             pairs = select_pairs(len(panels), self.max_pairs, self.seed, prompt)
@@ -431,7 +431,7 @@ def sources_of(columns: dict[str, Any], count: int, reward: str) -> list[list[Im
 
 
 def _images_of(columns: dict[str, Any], name: str, count: int, reward: str) -> list[list[Image.Image]]:
-    rows = column_of(columns.get(name), name, count, reward)
+    rows = require_column(columns.get(name), name, count, reward)
     rows = [[row] if name == "image" else list(row or ()) for row in rows]
     if not all(isinstance(source, Image.Image) for sources in rows for source in sources):
         raise ValueError(f"`{name}` must contain PIL images. Fill the column, and cast it to `datasets.Image()`.")

@@ -51,7 +51,7 @@ from .judge import (
     digits_of,
     expected_rating,
     image_key,
-    question_of,
+    read_question,
     score_both_orders,
 )
 from .prefix_sharing import order_for_sharing, share_prefixes
@@ -179,7 +179,7 @@ class PaCoReward:
                 network = load_judge_adapter(network, model, **hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
         judge = cls(network, processor, model, batch_size)
-        judge.question = question_of(model, **hub_arguments(kwargs))
+        judge.question = read_question(model, **hub_arguments(kwargs))
         return judge
 
     @staticmethod
@@ -460,14 +460,14 @@ class PaCoReward:
         """Yield the images of each batch; each is encoded once, and kept until the last batch that uses it."""
         pixel_budget = _PIXELS_PER_FORWARD if self._takes_encoded_images else 0
         batch_keys = [[image_key(image) for index in batch for image in groups[index]] for batch in batches]
-        last_use = {key: batch_number for batch_number, keys in enumerate(batch_keys) for key in keys}
+        last_use = {key: batch_index for batch_index, keys in enumerate(batch_keys) for key in keys}
         encoded_images: dict = {}
-        for batch_number, keys in enumerate(batch_keys):
+        for batch_index, keys in enumerate(batch_keys):
             if not encoded_images.keys() >= set(keys):
                 # Encode images of later batches along with these, as far as the pixel budget allows
                 new_images: dict = {}
                 pixels = 0
-                indices = chain.from_iterable(batches[batch_number:])
+                indices = chain.from_iterable(batches[batch_index:])
                 upcoming = ((index, image) for index in indices for image in groups[index])
                 for position, (index, image) in enumerate(upcoming):
                     key = image_key(image)
@@ -479,7 +479,7 @@ class PaCoReward:
                     pixels += math.prod(new_images[key].size)
                 encoded_images.update(zip(new_images, self._encode(list(new_images.values())), strict=True))
             images = [encoded_images[key] for key in keys]
-            encoded_images = {key: image for key, image in encoded_images.items() if last_use[key] > batch_number}
+            encoded_images = {key: image for key, image in encoded_images.items() if last_use[key] > batch_index}
             yield images
 
     def _inputs(self, prompts: list[str], images: list, labels: tuple[str, str] | None = None) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from ..data import split_grid
 from ..rollout.rounds import Completion, Round
 from ..utils.background import CallExecutor, abandon_at_exit
 from ..utils.placement import placed_on
-from ..utils.stopping import Stopped, agree
+from ..utils.stopping import StopRequested, agree
 from .checks import is_async_reward
 from .weighting import RewardError, Rewards
 
 
 # Large enough for batched reward models, and small enough to hide most calls behind generation: 5 of 6 at the paper's
 # settings, where a process generates 96 images
-IMAGES_PER_CALL = 16
+COMPLETIONS_PER_CALL = 16
 # Concurrent calls of async rewards
 _MAX_ASYNC_CALLS = 16
 # Batches between agreements of the processes to continue: none may stop alone, but each exchange waits for all
@@ -42,7 +42,7 @@ _STOP_TIMEOUT = 10.0
 
 @dataclass
 class Scores:
-    """Scores of a round, indexed by completion number, the same on every process."""
+    """Scores of a round, indexed by completion, the same on every process."""
 
     rewards: torch.Tensor  # (completions, rewards), on the CPU, NaN where one could not be computed
     extra: dict[str, list]  # columns that rewards logged (`log_extra`)
@@ -55,22 +55,22 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """Return the metrics that rewards logged, averaged over the calls of all processes."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for completion_numbers, count, entries in self.logged_metrics:
-            share = len(completion_numbers) / count  # the call's other completions have been replaced
+        for completion_indices, count, entries in self.logged_metrics:
+            share = len(completion_indices) / count  # the call's other completions have been replaced
             for name, value in ((name, value) for name, values in entries.items() for value in values):
                 sums[name] = [sums[name][0] + share * value, sums[name][1] + share]
         return {name: total / weight for name, (total, weight) in sorted(sums.items()) if weight}
 
-    def replace(self, completion_numbers: list[int], new: "Scores") -> None:
+    def replace(self, completion_indices: list[int], new: "Scores") -> None:
         """Replace the scores of some completions."""
-        self.rewards[completion_numbers] = new.rewards[completion_numbers]
-        replaced = set(completion_numbers)
-        remaining = [(numbers - replaced, count, entries) for numbers, count, entries in self.logged_metrics]
+        self.rewards[completion_indices] = new.rewards[completion_indices]
+        replaced = set(completion_indices)
+        remaining = [(indices - replaced, count, entries) for indices, count, entries in self.logged_metrics]
         self.logged_metrics = remaining + new.logged_metrics
         for column in self.extra | new.extra:
             cells = self.extra.setdefault(column, [None] * len(self.rewards))
-            for completion_number in completion_numbers:
-                cells[completion_number] = new.extra[column][completion_number] if column in new.extra else None
+            for completion_index in completion_indices:
+                cells[completion_index] = new.extra[column][completion_index] if column in new.extra else None
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Call:
     """A call of one or more rewards on a batch of completions."""
 
     reward_indices: list[int]
-    numbers: list[int]  # completion numbers
+    scored: list[int]  # indices of the completions
     values: Future = field(init=False)  # result: one list of values per reward
     span: list[float] = field(default_factory=list)  # start and end time
     extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
@@ -109,7 +109,7 @@ class RewardScorer:
     """
     Calls rewards while images are generated.
 
-    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `IMAGES_PER_CALL` images
+    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL` images
     at a time: which images share a call does not depend on timing, so that a reward whose rounding depends on its
     batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions
     of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards
@@ -164,7 +164,7 @@ class RoundScoring:
         self._group_rewards = [k for k in indices if compares_group[k]]
         self._async_rewards = [k for k in indices if self.rewards.is_async[k] and not compares_group[k]]
         self._sync_rewards = [k for k in indices if not self.rewards.is_async[k] and not compares_group[k]]
-        # Completion numbers and arguments, for the next sync call and for rewards that compare a group
+        # Completion indices and arguments, for the next sync call and for rewards that compare a group
         self._pending_rows: list[tuple[int, dict]] = []
         self._group_rows: list[tuple[int, dict]] = []
         self._calls: list[_Call] = []
@@ -174,7 +174,7 @@ class RoundScoring:
     def add(self, completions: list[Completion]) -> None:
         """Add completions and submit full calls. Collective: call equally often on all ranks."""
         rows = [
-            (completion.number, {**self.round.row(completion.row_number), "completions": completion.image})
+            (completion.index, {**self.round.row(completion.row_index), "completions": completion.image})
             for completion in completions
         ]
         if self._async_rewards and rows:
@@ -182,7 +182,7 @@ class RoundScoring:
         if self._sync_rewards:
             self._pending_rows.extend(rows)
             if not self.scorer.models:
-                self._submit_waiting(IMAGES_PER_CALL)
+                self._submit_waiting(COMPLETIONS_PER_CALL)
         if self._group_rewards:
             self._group_rows.extend(rows)
         self._num_batches += 1
@@ -218,12 +218,12 @@ class RoundScoring:
 
     def _submit_waiting(self, min_rows: int) -> None:
         while len(self._pending_rows) >= min_rows:
-            self._submit(self._sync_rewards, self._pending_rows[:IMAGES_PER_CALL])
-            del self._pending_rows[:IMAGES_PER_CALL]
+            self._submit(self._sync_rewards, self._pending_rows[:COMPLETIONS_PER_CALL])
+            del self._pending_rows[:COMPLETIONS_PER_CALL]
 
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
         """Start a call of some rewards, on the event loop if they are async, otherwise on the thread."""
-        call = _Call(indices, [completion_number for completion_number, _ in batch])
+        call = _Call(indices, [completion_index for completion_index, _ in batch])
         rows = [row for _, row in batch]
         arguments = reward_arguments(
             rows, self.round.num_generations, self.state,
@@ -272,33 +272,33 @@ class RoundScoring:
     def _exchange_groups(self) -> list[list[tuple[int, dict]]]:
         """Collect the groups that this process scores, each complete and in order. Collective: call on all ranks."""
         by_group: dict[int, list[tuple[int, dict]]] = defaultdict(list)
-        for completion_number, arguments in self._group_rows:
-            by_group[self.round.completions[completion_number].group].append((completion_number, arguments))
+        for completion_index, arguments in self._group_rows:
+            by_group[self.round.completions[completion_index].group].append((completion_index, arguments))
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        group_numbers = sorted(set(gather_object(list(by_group))))
+        groups_here = sorted(set(gather_object(list(by_group))))
         groups = []
         # Exchange one group per process at a time, to bound the memory
-        for first in range(0, len(group_numbers), processes):
-            block = group_numbers[first : first + processes]
+        for first in range(0, len(groups_here), processes):
+            block = groups_here[first : first + processes]
             rows = dict(gather_object([row for group in block for row in by_group[group]]))
             if rank < len(block):
-                numbers = sorted(n for n in rows if self.round.completions[n].group == block[rank])
-                groups.append([(n, rows[n]) for n in numbers])
+                indices = sorted(n for n in rows if self.round.completions[n].group == block[rank])
+                groups.append([(n, rows[n]) for n in indices])
         return groups
 
     def _gather(self) -> tuple[torch.Tensor, dict[str, list], list]:
         """Gather the values, logged columns and metrics of all calls. Collective: call on all ranks."""
         error = None
         for call in self._calls:
-            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.numbers)]:
+            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.scored)]:
                 error = RewardError(
                     f"Rewards logged {len(call.extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) "
-                    f"for {len(call.numbers)} images. Log one value per image, and a different column for each reward."
+                    f"for {len(call.scored)} images. Log one value per image, and a different column for each reward."
                 )
         self._raise_together(error=error)
         results = gather_object(
             [
-                (call.numbers, call.reward_indices, call.values.result(), dict(call.extra), dict(call.metrics))
+                (call.scored, call.reward_indices, call.values.result(), dict(call.extra), dict(call.metrics))
                 for call in self._calls
             ]
         )
@@ -310,13 +310,13 @@ class RoundScoring:
                 f"Several rewards log the column(s) {', '.join(sorted(duplicates))}. Give each reward its own."
             )
         extra: dict[str, list] = {column: [None] * len(rewards) for column in sorted(columns)}
-        for numbers, indices, values, logged, _ in results:
+        for scored, indices, values, logged, _ in results:
             for index, column in zip(indices, values, strict=True):
-                rewards[numbers, index] = torch.tensor([math.nan if value is None else value for value in column])
+                rewards[scored, index] = torch.tensor([math.nan if value is None else value for value in column])
             for name, cells in logged.items():
-                for number, cell in zip(numbers, cells, strict=True):
-                    extra[name][number] = cell
-        return rewards, extra, [(set(numbers), len(numbers), metrics) for numbers, *_, metrics in results]
+                for completion_index, cell in zip(scored, cells, strict=True):
+                    extra[name][completion_index] = cell
+        return rewards, extra, [(set(scored), len(scored), metrics) for scored, *_, metrics in results]
 
     def _raise_together(self, pending: Iterable = (), error: BaseException | None = None) -> bool:
         """Raise on all processes if any has a failed call or must stop; return whether any has pending calls."""
@@ -326,7 +326,7 @@ class RoundScoring:
         if not stop and not is_bad:
             return bool(is_pending)
         if stop:
-            raise Stopped(stop, by_all=True)
+            raise StopRequested(stop, by_all=True)
         texts = [] if error is None else [f"process {self.accelerator.process_index}: {error}"]
         if self.accelerator.num_processes > 1:
             self.drop()  # before the exchange, for which all processes wait

@@ -18,10 +18,10 @@ from .families import (
     StableDiffusion3Family,
     UnlistedFamily,
     ZImageFamily,
-    family_of,
+    get_family,
 )
-from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep
-from .policy import cast_floating_inputs, check_call_at, predict, score_step
+from .policy import cast_floating_inputs, check_call_at, compute_log_prob, predict
+from .recording_pipeline import EncodedImage, RecordedStep, RecordingPipeline, TransformerStep
 from .sde import (
     SDE_TYPES,
     FlowMatchSDEScheduler,
@@ -35,11 +35,37 @@ from .sde import (
 
 
 __all__ = [
-    "FAMILIES", "SDE_TYPES", "EncodedImage", "Family", "FlowMatchSDEScheduler", "Flux2Family", "Flux2KleinFamily",
-    "FluxFamily", "FluxKontextFamily", "LongCatImageEditFamily", "LongCatImageFamily", "OvisImageFamily",
-    "PipelinePolicy", "QwenImage21Family", "QwenImageEditFamily", "QwenImageEditPlusFamily", "QwenImageFamily",
-    "RecordedStep", "SDESettings", "SDEStep", "StableDiffusion3Family", "TransformerStep", "UnlistedFamily",
+    "FAMILIES",
+    "SDE_TYPES",
+    "EncodedImage",
+    "Family",
+    "FlowMatchSDEScheduler",
+    "Flux2Family",
+    "Flux2KleinFamily",
+    "FluxFamily",
+    "FluxKontextFamily",
+    "LongCatImageEditFamily",
+    "LongCatImageFamily",
+    "OvisImageFamily",
+    "QwenImage21Family",
+    "QwenImageEditFamily",
+    "QwenImageEditPlusFamily",
+    "QwenImageFamily",
+    "RecordedStep",
+    "RecordingPipeline",
+    "SDESettings",
+    "SDEStep",
+    "StableDiffusion3Family",
+    "TransformerStep",
+    "UnlistedFamily",
     "ZImageFamily",
-    "cast_floating_inputs", "check_call_at", "check_flow_matching", "family_of", "gaussian_log_prob",
-    "keyed_generator", "predict", "score_step", "sde_step",
+    "cast_floating_inputs",
+    "check_call_at",
+    "check_flow_matching",
+    "compute_log_prob",
+    "gaussian_log_prob",
+    "get_family",
+    "keyed_generator",
+    "predict",
+    "sde_step",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..data.grid_prompts import find_lost_panels
+from ..data.grid_prompts import find_truncated_panels
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
 from ..utils.logs import get_logger
@@ -32,8 +32,8 @@ from ..utils.pipelines import truncations_counted
 from ..utils.placement import cpu_memory, placed_on, to_cpu
 from ..utils.tensors import to_device
 from .families import Family
-from .pipeline_policy import EncodedImage
 from .prompt_rows import PromptKey, PromptRows
+from .recording_pipeline import EncodedImage
 from .rounds import Round
 
 
@@ -88,20 +88,20 @@ class PromptEncoder:
         self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
         # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed and FSDP place theirs
         # themselves
-        is_divided = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-        self._frozen = [] if is_divided else _frozen_layers(pipeline.transformer)
+        is_sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        self._frozen = [] if is_sharded else _frozen_layers(pipeline.transformer)
         self._frozen_memory = cpu_memory(self._frozen)
 
     @torch.no_grad()
     def encode(
-        self, rows: PromptRows, row_numbers: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
+        self, rows: PromptRows, row_indices: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
     ) -> None:
         """
         Encode some rows if they are not, and at the same time those `ahead`.
 
         Drops other embeddings of these rows, so that memory does not grow with the dataset.
         """
-        needed = self._conditions(rows, row_numbers, scale)
+        needed = self._conditions(rows, row_indices, scale)
         if needed.keys() <= self._encoded.keys():
             return
         needed |= self._conditions(rows, ahead, scale)
@@ -112,61 +112,61 @@ class PromptEncoder:
         self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in still_needed}
         new = {key: where for key, where in needed.items() if key not in self._encoded and not self._read(key)}
         images = {key: where for key, where in new.items() if not isinstance(key, PromptKey)}
-        prompts = {key: row_number for key, (row_number, _) in new.items() if isinstance(key, PromptKey)}
+        prompts = {key: row_index for key, (row_index, _) in new.items() if isinstance(key, PromptKey)}
         with torch.autocast(self.accelerator.device.type, enabled=False):  # as the pipeline does
             if images:  # before prompts: damaged files are found
                 self._encode_images(rows, images)
             if prompts:
                 self._encode_prompts(rows, prompts)
 
-    def fetch(self, rollout_round: Round, row_numbers: Iterable[int], scale: float = 1.0) -> "EncodedRows":
+    def fetch(self, rollout_round: Round, row_indices: Iterable[int], scale: float = 1.0) -> "EncodedRows":
         """Return some encoded rows of a round, whose embeddings are on the CPU."""
         rows = rollout_round.rows
         keys = {
-            prompt_number: self._keys(rows, prompt_number, scale)
-            for row_number in row_numbers
-            for prompt_number in rows.prompt_numbers[row_number]
+            prompt_index: self._keys(rows, prompt_index, scale)
+            for row_index in row_indices
+            for prompt_index in rows.prompt_indices[row_index]
         }
         needed: Iterable[Any] = (key for texts, sources in keys.values() for key in (*texts, *sources))
         encoded: Any = {key: dict(self._encoded[key]) for key in dict.fromkeys(needed)}
         embeddings = {}
-        for prompt_number, (texts, sources) in keys.items():
+        for prompt_index, (texts, sources) in keys.items():
             prompt, *negative = [encoded[key] for key in texts]
             latents = [encoded[key]["latents"] for key in sources]
-            embeddings[prompt_number] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
+            embeddings[prompt_index] = PromptEmbeddings(prompt, negative[0] if negative else {}, latents)
 
         @functools.cache
-        def prepared(row_number: int) -> list[Image.Image]:
-            images = rows.images_in(rollout_round.row(row_number))
+        def prepared(row_index: int) -> list[Image.Image]:
+            images = rows.images_in(rollout_round.row(row_index))
             return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
 
         return EncodedRows(
             embeddings,
-            lambda prompt_number: prepared(rows.image_prompts[prompt_number].row_number) if rows.sources else [],
+            lambda prompt_index: prepared(rows.image_prompts[prompt_index].row_index) if rows.sources else [],
         )
 
     def _keys(
-        self, rows: PromptRows, prompt_number: int, scale: float
+        self, rows: PromptRows, prompt_index: int, scale: float
     ) -> tuple[list[PromptKey], list[tuple[str, float]]]:
-        """Return the keys of the texts, with true guidance also of the negative prompt, and of the source images."""
-        row_number, prompt = rows.image_prompts[prompt_number]
-        digests = () if rows.sources is None else rows.sources.digests(row_number)
+        """Return the keys of the texts, with true CFG also of the negative prompt, and of the source images."""
+        row_index, prompt = rows.image_prompts[prompt_index]
+        digests = () if rows.sources is None else rows.sources.digests(row_index)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
-        texts = [text for text in (prompt, rows.negative_prompts[row_number]) if text is not None]
+        texts = [text for text in (prompt, rows.negative_prompts[row_index]) if text is not None]
         return [PromptKey(text, *seen) for text in texts], [(digest, scale) for digest in digests]
 
     def _conditions(
-        self, rows: PromptRows, row_numbers: Iterable[int], scale: float
+        self, rows: PromptRows, row_indices: Iterable[int], scale: float
     ) -> dict[Condition, tuple[int, int]]:
         """Map each prompt and source image of some rows to where it is: number of a row, and of an image in it."""
         numbers_of: dict[Condition, tuple[int, int]] = {}
-        for row_number in row_numbers:
-            for prompt_number in rows.prompt_numbers[row_number]:
-                texts, sources = self._keys(rows, prompt_number, scale)
+        for row_index in row_indices:
+            for prompt_index in rows.prompt_indices[row_index]:
+                texts, sources = self._keys(rows, prompt_index, scale)
                 for key in texts:
-                    numbers_of.setdefault(key, (row_number, 0))
-                for image_number, image in enumerate(sources):
-                    numbers_of.setdefault(image, (row_number, image_number))
+                    numbers_of.setdefault(key, (row_index, 0))
+                for image_index, image in enumerate(sources):
+                    numbers_of.setdefault(image, (row_index, image_index))
         return numbers_of
 
     def _file(self, key: Condition) -> Path:
@@ -190,10 +190,10 @@ class PromptEncoder:
     def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
         device, size = self.accelerator.device, 0
         with self._text_encoders_placed(), truncations_counted(self.pipeline) as truncations:
-            for condition, row_number in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
-                images = rows.images(row_number) if condition.images else []
+            for condition, row_index in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
+                images = rows.images(row_index) if condition.images else []
                 arguments = (condition.prompt, device, images, condition.scale)
-                with rows.add_row_to_errors(row_number):
+                with rows.add_row_to_errors(row_index):
                     encoded = self.family.encode_prompt(self.pipeline, *arguments)
                 self._keep(condition, send_to_device(encoded, "cpu"))
                 size = sum(tensor.nbytes for tensor in encoded.values())
@@ -218,9 +218,9 @@ class PromptEncoder:
         vae, device = self.pipeline.vae, self.accelerator.device
         with nullcontext() if vae.device.type == device.type else placed_on([vae], device):
             progress = tqdm(new.items(), "Encoding source images", disable=self._is_hidden, leave=False)
-            for (digest, scale), (row_number, image_number) in progress:
-                with rows.add_row_to_errors(row_number):
-                    image = self.family.prepare_image(self.pipeline, rows.images(row_number)[image_number], scale)
+            for (digest, scale), (row_index, image_index) in progress:
+                with rows.add_row_to_errors(row_index):
+                    image = self.family.prepare_image(self.pipeline, rows.images(row_index)[image_index], scale)
                     self._keep((digest, scale), {"latents": self.encode_image(image).latents.cpu()})
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ def describe_truncated(pipeline, family: Family, prompts: Sequence[tuple[str, st
     described = []
     for name, prompt in prompts:
         if is_truncated(prompt):
-            panels = find_lost_panels(prompt, is_truncated)
+            panels = find_truncated_panels(prompt, is_truncated)
             listed = f" (panel{'s' * (len(panels) > 1)} {', '.join(map(str, panels))})" if panels else ""
             described.append(f"{name}{listed}")
     if not described:

@@ -24,7 +24,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.model_files import hub_arguments
 from ..utils.names import check_model_name
 from ..utils.quantization import describe_quantization, pipeline_quantization_config
-from . import FAMILIES, Family, check_flow_matching, family_of
+from . import FAMILIES, Family, check_flow_matching, get_family
 
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
     config = read_index(model, model_init_kwargs)
     name = config["_class_name"]
     if family is None:
-        family_of(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
+        get_family(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
     _, scheduler = config.get("scheduler") or (None, None)
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for code in the repository
     if scheduler_class is not None:

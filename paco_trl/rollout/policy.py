@@ -27,22 +27,22 @@ from ..utils.placement import placed_on
 from ..utils.tensors import to_device
 from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
 from .families import Family
-from .pipeline_policy import EncodedImage, PipelinePolicy, RecordedStep, TransformerStep, share_tensors
+from .recording_pipeline import EncodedImage, RecordedStep, RecordingPipeline, TransformerStep, share_tensors
 from .rounds import Batch, Completion, Round
 from .sde import SDESettings, sde_step
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordingOptions:
     """
-    What of a batch is recorded: the stochastic steps of `sde`, the last step, or nothing.
+    Which steps to record while a batch is generated: those of `sde`, the last one, or none.
 
-    `finish` gets the batch while its prompts are on the accelerator, and may change its steps.
+    `on_recorded` is called with the batch while its prompts are still on the accelerator, and may replace its steps.
     """
 
     sde: SDESettings | None = None
     last_step: bool = False
-    finish: Callable[[Batch], None] | None = None
+    on_recorded: Callable[[Batch], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Policy:
 
     def __init__(
         self,
-        pipeline_policy: PipelinePolicy,
+        recording_pipeline: RecordingPipeline,
         accelerator: Accelerator,
         guidance_scale: float,
         offload_embeddings: bool = False,
         embeddings_dir: str | None = None,
     ):
-        self.pipeline_policy, self.accelerator = pipeline_policy, accelerator
-        self.pipeline, self.family = pipeline_policy.pipeline, pipeline_policy.family
-        self.model, self.scheduler = pipeline_policy.model, pipeline_policy.scheduler
+        self.recording_pipeline, self.accelerator = recording_pipeline, accelerator
+        self.pipeline, self.family = recording_pipeline.pipeline, recording_pipeline.family
+        self.model, self.scheduler = recording_pipeline.model, recording_pipeline.scheduler
         self.guidance_scale, self.offload_embeddings = guidance_scale, offload_embeddings
         self.encoder = PromptEncoder(self.pipeline, self.family, accelerator, embeddings_dir)
 
@@ -104,7 +104,7 @@ class Policy:
         encoded: EncodedRows | None = None,
         progress: str | None = None,
         is_collective: bool = True,
-        recording: Recording = Recording(),  # noqa: B008 (it is frozen)
+        recording: RecordingOptions = RecordingOptions(),  # noqa: B008 (it is frozen)
     ) -> Iterator[list[Completion]]:
         """
         Generate batches of a round within [`~Policy.on_device`]; yield the completions that each of them finishes.
@@ -125,21 +125,23 @@ class Policy:
                 Description of the progress bar, if there is one.
             is_collective (`bool`):
                 Whether all processes call this; the images of a set may then be of several.
-            recording ([`Recording`]):
+            recording ([`RecordingOptions`]):
                 What is recorded of each batch.
         """
-        round_row_numbers = rollout_round.row_numbers_of(batches)
+        round_row_indices = rollout_round.row_indices_of(batches)
         gather = gather_object if is_collective else list
         with tqdm(desc=progress, total=len(batches), disable=progress is None or None, leave=False) as bar:
             for phase, first_images in rollout_round.phases(batches, gather):
-                anchors = {set_number: self._encode_anchor(image) for set_number, image in first_images.items()}
+                anchors = {
+                    completion_index: self._encode_anchor(image) for completion_index, image in first_images.items()
+                }
                 for batch in phase:
                     batch_encoded = encoded
                     if batch_encoded is None:
-                        row_numbers = [sample.row_number for sample in batch.samples]
-                        following = round_row_numbers[round_row_numbers.index(row_numbers[-1]) + 1 :]
-                        self.encoder.encode(rollout_round.rows, row_numbers, scale, following[:ROWS_AHEAD])
-                        batch_encoded = self.encoder.fetch(rollout_round, row_numbers, scale)
+                        row_indices = [sample.row_index for sample in batch.samples]
+                        following = round_row_indices[round_row_indices.index(row_indices[-1]) + 1 :]
+                        self.encoder.encode(rollout_round.rows, row_indices, scale, following[:ROWS_AHEAD])
+                        batch_encoded = self.encoder.fetch(rollout_round, row_indices, scale)
                     images = self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
                     bar.update(bool(batch.groups))  # not for those that make up the numbers
                     yield rollout_round.add(batch, images)
@@ -151,7 +153,7 @@ class Policy:
         batch: Batch,
         encoded: EncodedRows,
         num_inference_steps: int,
-        recording: Recording = Recording(),  # noqa: B008 (it is frozen)
+        recording: RecordingOptions = RecordingOptions(),  # noqa: B008 (it is frozen)
         anchors: Mapping[int, EncodedImage] = MappingProxyType({}),
     ) -> list[Image.Image]:
         """
@@ -160,32 +162,32 @@ class Policy:
         `anchors` are the first images of sets, by number, from which their other images are generated.
         """
         samples = batch.samples
-        inputs = self.inputs(encoded, [sample.prompt_number for sample in samples])
+        inputs = self.inputs(encoded, [sample.prompt_index for sample in samples])
         sources = inputs.sources
         if samples[0].is_anchored:
-            panels = [anchors[sample.completion.number] for sample in samples]
+            panels = [anchors[sample.completion.index] for sample in samples]
             sources = [*sources, EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
-        images, batch.steps = self.pipeline_policy.generate(
+        images, batch.steps = self.recording_pipeline.generate(
             inputs.arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
             sources=sources, initial_keys=[sample.initial_noise_key for sample in samples],
         )  # fmt: skip
-        if recording.finish is not None:
-            recording.finish(batch)
+        if recording.on_recorded is not None:
+            recording.on_recorded(batch)
         batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
         return images
 
-    def inputs(self, encoded: EncodedRows, prompt_numbers: list[int]) -> BatchInputs:
+    def inputs(self, encoded: EncodedRows, prompt_indices: list[int]) -> BatchInputs:
         """Collect the inputs of a batch: embeddings of its prompts, and sources of the first, which all share."""
         device = self.accelerator.device
-        embeddings = [encoded.embeddings[prompt_number] for prompt_number in prompt_numbers]
+        embeddings = [encoded.embeddings[prompt_index] for prompt_index in prompt_indices]
         arguments = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in embeddings]
         if all(prompt is embeddings[0] for prompt in embeddings):
             size = len(embeddings)
             stored = {name: tensor.expand(size, *tensor.shape[1:]) for name, tensor in arguments[0].items()}
         else:
             stored = {name: torch.cat([prompt[name] for prompt in arguments]) for name in arguments[0]}  # (B, ...)
-        images = encoded.source_images(prompt_numbers[0])
+        images = encoded.source_images(prompt_indices[0])
         sources = [
             EncodedImage(image, to_device(latents, device))
             for image, latents in zip(images, embeddings[0].image_latents, strict=True)
@@ -201,7 +203,7 @@ class Policy:
         return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
 
 
-def score_step(
+def compute_log_prob(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
@@ -228,12 +230,12 @@ def predict(
     Compute the velocity `(B, ...)` that a model predicts in the calls of one step: one forward for each call.
 
     Pass the `guidance_scale` of the rollout. With `detach_unconditional` no gradient flows through the unconditional
-    prediction of true guidance; if that is a separate call, it keeps nothing for the backward pass.
+    prediction of true CFG; if that is a separate call, it keeps nothing for the backward pass.
     """
     outputs = []
-    for call_number, call in enumerate(calls):
+    for call_index, call in enumerate(calls):
         # The unconditional prediction is the second call in every pipeline that makes two
-        with torch.no_grad() if detach_unconditional and call_number > 0 else nullcontext():
+        with torch.no_grad() if detach_unconditional and call_index > 0 else nullcontext():
             outputs.append(model(**_arguments(call))[0])
     return family.combine(outputs, guidance_scale, sample, detach_unconditional)
 

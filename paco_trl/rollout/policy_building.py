@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import Family, FlowMatchSDEScheduler, PipelinePolicy, cast_floating_inputs
+from . import Family, FlowMatchSDEScheduler, RecordingPipeline, cast_floating_inputs
 from .adapters import SavedAdapter, check_target_modules, exclude_layers, load_transformer_adapter
 from .kernels import round_like_eager, set_kernels
 
@@ -56,7 +56,7 @@ def make_policy(
     attention_backend: str | None = None,
     compile_blocks: bool = False,
     quantization: str | None = None,
-) -> tuple[PipelinePolicy, nn.Module | None]:
+) -> tuple[RecordingPipeline, nn.Module | None]:
     """Build the policy, and without an adapter a copy of the transformer as the `reference`, if there is one."""
     ref_model = None
     if peft_config is None and reference is not None:
@@ -154,13 +154,13 @@ def _copy_adapter(model: PeftModel, autocast_adapter_dtype: bool) -> None:
 
 def wrap_pipeline(
     pipeline: DiffusionPipeline, family: Family, model: nn.Module, dtype: torch.dtype, is_deepspeed: bool = False
-) -> PipelinePolicy:
+) -> RecordingPipeline:
     """Make a policy of a pipeline and its transformer, with an adapter or without."""
     # DDP would broadcast frozen weights, which every process reads from the same files
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     transformer = model.get_base_model() if isinstance(model, PeftModel) else model
-    policy = PipelinePolicy(pipeline, family, model, inspect.signature(transformer.forward))
+    policy = RecordingPipeline(pipeline, family, model, inspect.signature(transformer.forward))
     if dtype != torch.float32:
         # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not
         # for the VAE.

@@ -32,7 +32,7 @@ class RowSettings(Protocol):
 class ImagePrompt(NamedTuple):
     """What one image is generated from: its row, whose source images it has, and the prompt."""
 
-    row_number: int
+    row_index: int
     prompt: str
 
 
@@ -68,32 +68,32 @@ class PromptRows:
         self.prompts: list[str] = list(dataset["prompt"])
         self.layouts = list(zip(self._column("rows", 1), self._column("cols", 1), strict=True))
         self.negative_prompts: list[str | None] = self._column("negative_prompt")
-        for row_number, negative in enumerate(self.negative_prompts):
+        for row_index, negative in enumerate(self.negative_prompts):
             if not isinstance(negative, str | None):
                 raise ValueError(
-                    f"Row {row_number} of {where}: `negative_prompt` is {negative!r}. Write a text, or None."
+                    f"Row {row_index} of {where}: `negative_prompt` is {negative!r}. Write a text, or None."
                 )
         self.requested_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
         # A row has one image, or one for each panel, with a prompt each
         self.image_prompts: list[ImagePrompt] = []
-        self.prompt_numbers: list[range] = []
+        self.prompt_indices: list[range] = []
         self.image_layouts = list(self.layouts)  # layout of one image
         columns = zip(self._column("layout"), self._column("theme", ""), self._column("panels"), strict=True)
-        for row_number, (layout, theme, panels) in enumerate(columns):
-            prompts = [self.prompts[row_number]]
+        for row_index, (layout, theme, panels) in enumerate(columns):
+            prompts = [self.prompts[row_index]]
             if layout == SEPARATE:
                 prompts = prompts_of_row({"layout": layout, "theme": theme, "panels": panels}, args.panel_template)
-                self.image_layouts[row_number] = (1, 1)
-            self.prompt_numbers.append(range(len(self.image_prompts), len(self.image_prompts) + len(prompts)))
-            self.image_prompts += [ImagePrompt(row_number, prompt) for prompt in prompts]
-        self.lengths = list(map(len, self.prompt_numbers))  # number of images of each row
-        for row_number, ((rows, cols), (height, width)) in enumerate(
+                self.image_layouts[row_index] = (1, 1)
+            self.prompt_indices.append(range(len(self.image_prompts), len(self.image_prompts) + len(prompts)))
+            self.image_prompts += [ImagePrompt(row_index, prompt) for prompt in prompts]
+        self.lengths = list(map(len, self.prompt_indices))  # number of images of each row
+        for row_index, ((rows, cols), (height, width)) in enumerate(
             zip(self.image_layouts, self.requested_sizes, strict=True)
         ):
             if self.sources is not None and (height is None or width is None):
                 continue  # the source image decides
             check_inference_size(
-                height or args.height, width or args.width, rows, cols, None, self._sized_row(row_number)
+                height or args.height, width or args.width, rows, cols, None, self._sized_row(row_index)
             )
         self.inference_sizes: list[tuple[int, int]] = []
         self.training_sizes: list[tuple[int, int]] = []
@@ -113,17 +113,17 @@ class PromptRows:
     @property
     def named_prompts(self) -> list[tuple[str, str]]:
         """Names, for messages, and texts of the prompts of all images, and of the negative prompts that differ."""
-        named = [(f"row {row_number}", prompt) for row_number, prompt in dict.fromkeys(self.image_prompts)]
+        named = [(f"row {row_index}", prompt) for row_index, prompt in dict.fromkeys(self.image_prompts)]
         rows_by_negative: dict[str, int] = {}
-        for row_number, negative in enumerate(self.negative_prompts):
+        for row_index, negative in enumerate(self.negative_prompts):
             if negative:
-                rows_by_negative.setdefault(negative, row_number)
+                rows_by_negative.setdefault(negative, row_index)
         return [*named, *((f"the negative prompt of row {n}", negative) for negative, n in rows_by_negative.items())]
 
-    def _sized_row(self, row_number: int) -> str:
+    def _sized_row(self, row_index: int) -> str:
         """Name a row in an error about its size, with where the size is from."""
-        has_size = None not in self.requested_sizes[row_number]
-        return f"row {row_number} of {self.where}" + ("" if has_size else ", which has no size of its own,")
+        has_size = None not in self.requested_sizes[row_index]
+        return f"row {row_index} of {self.where}" + ("" if has_size else ", which has no size of its own,")
 
     @property
     def has_separate(self) -> bool:
@@ -132,24 +132,24 @@ class PromptRows:
 
     def measure(self, pipeline, family: Family) -> "PromptRows":
         """Compute each row's sizes in inference and training and negative prompt, and check them by the pipeline."""
-        if self.sources is None and family.max_images > 1:
+        if self.sources is None and family.max_source_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
         args = self.args
         multiple = family.size_multiple(pipeline)
-        for row_number, negative in enumerate(self.negative_prompts):
+        for row_index, negative in enumerate(self.negative_prompts):
             if negative is not None:
-                with self.add_row_to_errors(row_number):
+                with self.add_row_to_errors(row_index):
                     family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
         if None in self.negative_prompts:
             default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
             self.negative_prompts = [default if text is None else text for text in self.negative_prompts]
         self.inference_sizes = []
-        for row_number, ((rows, cols), (height, width)) in enumerate(
+        for row_index, ((rows, cols), (height, width)) in enumerate(
             zip(self.image_layouts, self.requested_sizes, strict=True)
         ):
             if self.sources not in (None, self.references) and (height is None or width is None):
-                edited = family.edited_size(pipeline, self.sources.sizes(row_number), args.height * args.width)
+                edited = family.edited_size(pipeline, self.sources.sizes(row_index), args.height * args.width)
                 # The panels of an edited set must divide evenly too
                 height, width = (
                     max(1, round(size / step)) * step
@@ -157,26 +157,26 @@ class PromptRows:
                 )
             height = height or args.height
             width = width or args.width
-            check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_number))
+            check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_index))
             self.inference_sizes.append((height, width))
         self.training_sizes = [
             training_size(*size, *layout, args.resolution_scale, multiple)
             for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
         ]
-        for row_number in filter(self._has_first_panel, range(len(self))):
+        for row_index in filter(self._has_first_panel, range(len(self))):
             remedy = "This is the set's first panel: raise `height`, `width` or `resolution_scale`, or change "
-            with self.add_row_to_errors(row_number, remedy + "`panel_generation`."):
-                for height, width in (self.inference_sizes[row_number], self.training_sizes[row_number]):
+            with self.add_row_to_errors(row_index, remedy + "`panel_generation`."):
+                for height, width in (self.inference_sizes[row_index], self.training_sizes[row_index]):
                     family.check_image_size(width, height)
         return self
 
-    def row(self, row_number: int) -> dict[str, Any]:
+    def row(self, row_index: int) -> dict[str, Any]:
         """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""
-        row = dict(self._without_images[row_number])
-        rows, cols = self.layouts[row_number]
+        row = dict(self._without_images[row_index])
+        rows, cols = self.layouts[row_index]
         row |= {"rows": rows, "cols": cols}
         for column in self.image_columns:
-            images = column.load(row_number)
+            images = column.load(row_index)
             row[column.column] = images[0] if column.column == "image" else images
         return row
 
@@ -186,17 +186,17 @@ class PromptRows:
             return []
         return [row["image"]] if self.sources.column == "image" else row[self.sources.column]
 
-    def images(self, row_number: int) -> list[Image.Image]:
+    def images(self, row_index: int) -> list[Image.Image]:
         """Return the source images of a row, decoded, in RGB."""
-        return [] if self.sources is None else self.sources.load(row_number)
+        return [] if self.sources is None else self.sources.load(row_index)
 
     @contextmanager
-    def add_row_to_errors(self, row_number: int, remedy: str = "") -> Iterator[None]:
+    def add_row_to_errors(self, row_index: int, remedy: str = "") -> Iterator[None]:
         """Name the row, and a remedy, in a `ValueError` that is raised within the context."""
         try:
             yield
         except ValueError as error:
-            name = f"Row {row_number} of {self.where}"
+            name = f"Row {row_index} of {self.where}"
             if str(error).startswith(name):
                 raise
             raise ValueError(f"{name}: {error} {remedy}".rstrip()) from error
@@ -209,40 +209,40 @@ class PromptRows:
         name = type(pipeline).__name__
         check_panel_generation(self.args.panel_generation, name, family)
         if self.sources is None:
-            if family.needs_images:
+            if family.requires_source_image:
                 raise ValueError(
                     f"{name} edits images, but {self.where} has no source images. Add them in a column `image` (or "
                     "`images`, for several), or choose a text-to-image pipeline."
                 )
             return
-        for row_number in range(len(self)):
-            sizes = self.sources.sizes(row_number)
+        for row_index in range(len(self)):
+            sizes = self.sources.sizes(row_index)
             count, besides = (
-                (len(sizes) + 1, ", with its first panel") if self._has_first_panel(row_number) else (len(sizes), "")
+                (len(sizes) + 1, ", with its first panel") if self._has_first_panel(row_index) else (len(sizes), "")
             )
-            if count > family.max_images:
-                taken = f"at most {family.max_images}" if family.max_images else "none"
+            if count > family.max_source_images:
+                taken = f"at most {family.max_source_images}" if family.max_source_images else "none"
                 hint = (
                     "" if self.sources is self.references else " Images for a reward alone need another column name."
                 )
                 raise ValueError(
-                    f"Row {row_number} of {self.where} has {count} source image(s){besides}, but {name} takes "
+                    f"Row {row_index} of {self.where} has {count} source image(s){besides}, but {name} takes "
                     f"{taken}. Leave images out, or choose another pipeline.{hint}"
                 )
-            with self.add_row_to_errors(row_number, "Replace it, or leave the row out."):
+            with self.add_row_to_errors(row_index, "Replace it, or leave the row out."):
                 for width, height in sizes:
                     family.check_image_size(width, height)
 
-    def _has_first_panel(self, row_number: int) -> bool:
+    def _has_first_panel(self, row_index: int) -> bool:
         """Tell whether the first image of a row is the source of its others."""
-        return self.is_anchored and len(self.prompt_numbers[row_number]) > 1
+        return self.is_anchored and len(self.prompt_indices[row_index]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:
     """Check that a pipeline with this name and family can generate separate images in a way."""
-    if family.max_images == 0:
+    if family.max_source_images == 0:
         reason = "takes no source image"
-    elif family.needs_images:
+    elif family.requires_source_image:
         reason = "generates none without a source image"
     elif family.prompt_sees_images:
         reason = "reads source images with its text encoder, before the first panel is generated"

@@ -15,8 +15,8 @@ from PIL import Image
 from ..data import join_grid
 from ..utils.tensors import to_device
 from .families import Family
-from .pipeline_policy import split_step
 from .prompt_rows import PromptRows
+from .recording_pipeline import split_step
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Sample:
     of one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation`
     of a group; a grid has one panel here, the whole of it.
 
-    `prompt_number` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is
+    `prompt_index` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is
     the key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first
     image.
     """
@@ -36,8 +36,8 @@ class Sample:
     completion: "Completion"
     panel: int
     is_anchored: bool  # whether it is generated from the first image of its set
-    is_filler: bool = False  # it only fills a batch: it is generated, and neither scored nor trained
-    prompt_number: int = field(init=False)  # index in `rows.image_prompts`
+    is_padding: bool = False  # it only fills a batch: it is generated, and neither scored nor trained
+    prompt_index: int = field(init=False)  # index in `rows.image_prompts`
     size: tuple[int, int] = field(init=False)  # height and width in pixels
     noise_key: tuple[int, ...] = field(init=False)
     initial_noise_key: tuple[int, ...] = field(init=False)
@@ -45,19 +45,19 @@ class Sample:
     weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
 
     @property
-    def row_number(self) -> int:
+    def row_index(self) -> int:
         """Row index in the dataset."""
-        return self.completion.row_number
+        return self.completion.row_index
 
     @property
     def generation(self) -> int:
         """Number of its completion in the group."""
         return self.completion.generation
 
-    def as_filler(self) -> "Sample":
+    def as_padding(self) -> "Sample":
         """Return a sample of the same image that only fills a batch."""
         sample = copy.copy(self)
-        sample.is_filler = True
+        sample.is_padding = True
         return sample
 
 
@@ -65,10 +65,10 @@ class Sample:
 class Completion:
     """What rewards score: an image, or a set of separate images, side by side."""
 
-    number: int  # row index in the reward table: the groups in order, each with its generations
+    index: int  # row index in the reward table: the groups in order, each with its generations
     group: int
     generation: int
-    row_number: int  # row index in the dataset
+    row_index: int  # row index in the dataset
     samples: list[Sample] = field(default_factory=list)
     panels: dict[int, Image.Image] = field(default_factory=dict)  # panel number -> image, until all are here
     image: Any = None  # PIL, from when it is finished until nothing needs it
@@ -94,11 +94,11 @@ class Batch:
     @property
     def groups(self) -> set[int]:
         """The groups that its samples belong to."""
-        return {sample.completion.group for sample in self.samples if not sample.is_filler}
+        return {sample.completion.group for sample in self.samples if not sample.is_padding}
 
-    def as_filler(self) -> "Batch":
+    def as_padding(self) -> "Batch":
         """Return a batch of the same images that is neither scored nor trained."""
-        return Batch([sample.as_filler() for sample in self.samples])
+        return Batch([sample.as_padding() for sample in self.samples])
 
     def column(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return an attribute of all samples: (B,)."""
@@ -113,9 +113,9 @@ class Batch:
         ]
 
 
-def fill_up(batches: list[Batch], count: int, filler: Batch) -> list[Batch]:
+def pad_batches(batches: list[Batch], count: int, padding: Batch) -> list[Batch]:
     """Add batches that are neither scored nor trained: with ZeRO-3 every process must generate as many."""
-    return batches + [filler.as_filler()] * (count - len(batches))
+    return batches + [padding.as_padding()] * (count - len(batches))
 
 
 class Round:
@@ -125,7 +125,7 @@ class Round:
     Args:
         rows (`PromptRows`):
             Rows of the dataset.
-        row_numbers (`Sequence[int]`):
+        row_indices (`Sequence[int]`):
             Numbers of the round's rows, one for each group.
         num_generations (`int`):
             Completions of a group.
@@ -140,7 +140,7 @@ class Round:
     def __init__(
         self,
         rows: PromptRows,
-        row_numbers: Sequence[int],
+        row_indices: Sequence[int],
         num_generations: int,
         key: tuple[int, int, int],
         sizes: Sequence[tuple[int, int]],
@@ -155,11 +155,11 @@ class Round:
         self.completions: list[Completion] = []
         self.samples: list[Sample] = []  # the images of a prompt one after the other
         self.batches: list[list[Batch]] = []  # batches of each process
-        for group, row_number in enumerate(row_numbers):
+        for group, row_index in enumerate(row_indices):
             first = len(self.completions)
-            completions = [Completion(first + k, group, k, row_number) for k in range(num_generations)]
+            completions = [Completion(first + k, group, k, row_index) for k in range(num_generations)]
             self.completions += completions
-            for panel in range(rows.lengths[row_number]):
+            for panel in range(rows.lengths[row_index]):
                 for completion in completions:
                     sample = Sample(completion, panel, rows.is_anchored and panel > 0)
                     self._assign(sample)
@@ -167,42 +167,42 @@ class Round:
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
-            self.samples.append(self.samples[position % num_samples].as_filler())
+            self.samples.append(self.samples[position % num_samples].as_padding())
 
     def _assign(self, sample: Sample) -> None:
         """Give a sample the prompt, size and noise keys that follow from its row."""
-        prompt_numbers = self.rows.prompt_numbers[sample.row_number]
-        sample.prompt_number = prompt_numbers[sample.panel]
-        sample.size = self.sizes[sample.row_number]
-        sample.noise_key = (*self.key, sample.prompt_number, sample.generation)
-        first = prompt_numbers[0] if self.rows.shares_noise else sample.prompt_number
+        prompt_indices = self.rows.prompt_indices[sample.row_index]
+        sample.prompt_index = prompt_indices[sample.panel]
+        sample.size = self.sizes[sample.row_index]
+        sample.noise_key = (*self.key, sample.prompt_index, sample.generation)
+        first = prompt_indices[0] if self.rows.shares_noise else sample.prompt_index
         sample.initial_noise_key = (*self.key, first, sample.generation)
 
     @property
-    def row_numbers(self) -> list[int]:
+    def row_indices(self) -> list[int]:
         """Number of the row of each group."""
-        return [completion.row_number for completion in self.completions[:: self.num_generations]]
+        return [completion.row_index for completion in self.completions[:: self.num_generations]]
 
     @property
     def has_sets(self) -> bool:
         """Whether a completion has several images."""
         return any(len(completion.samples) > 1 for completion in self.completions)
 
-    def replace(self, group: int, row_number: int) -> None:
+    def replace(self, group: int, row_index: int) -> None:
         """Put another row, of the same size and number of images, in the place of a group's."""
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
-            completion.row_number = row_number
+            completion.row_index = row_index
             completion.image = None
         for sample in self.samples:  # with those that fill batches
             if sample.completion.group == group:
                 self._assign(sample)
 
-    def row_numbers_of(self, batches: list[Batch]) -> list[int]:
-        """Return the distinct row numbers of some batches in order, with the row of the filler batches."""
-        row_numbers = [sample.row_number for batch in batches for sample in batch.samples]
+    def row_indices_of(self, batches: list[Batch]) -> list[int]:
+        """Return the distinct row numbers of some batches in order, with the row of the padding batches."""
+        row_indices = [sample.row_index for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
-            row_numbers.append(self.samples[0].row_number)
-        return list(dict.fromkeys(row_numbers))
+            row_indices.append(self.samples[0].row_index)
+        return list(dict.fromkeys(row_indices))
 
     def phases(
         self, batches: list[Batch], gather: Callable[[list], list]
@@ -216,52 +216,56 @@ class Round:
         if not self.rows.is_anchored:
             yield batches, {}
             return
-        filler = Batch(self.samples[:1] * len(batches[0].samples))
+        padding = Batch(self.samples[:1] * len(batches[0].samples))
         for is_anchored in (False, True):
             phase = [batch for batch in batches if batch.samples[0].is_anchored is is_anchored]
             first_images = self._gather_first_images(phase, gather) if is_anchored else {}
-            yield fill_up(phase, max(gather([len(phase)])), filler), first_images
+            yield pad_batches(phase, max(gather([len(phase)])), padding), first_images
 
     def _gather_first_images(self, batches: list[Batch], gather: Callable[[list], list]) -> dict[int, Image.Image]:
         """Return the first images of the sets of some batches, which other processes may have generated."""
-        needed = {sample.completion.number for batch in batches for sample in batch.samples}
+        needed = {sample.completion.index for batch in batches for sample in batch.samples}
         # Each unfinished set has its first image alone
         generated = [
-            (completion.number, image) for completion in self.completions for image in completion.panels.values()
+            (completion.index, image) for completion in self.completions for image in completion.panels.values()
         ]
         first_images: dict[int, Image.Image] = {}
         # One of each process at a time, which bounds the memory
         for position in range(max(gather([len(generated)]))):
             gathered = gather(generated[position : position + 1])
-            first_images |= {set_number: image for set_number, image in gathered if set_number in needed}
+            first_images |= {
+                completion_index: image for completion_index, image in gathered if completion_index in needed
+            }
         return first_images
 
     def add(self, batch: Batch, images: Sequence[Image.Image]) -> list[Completion]:
         """Give the completions the images of a batch; return those that are finished with them."""
         finished = []
         for sample, image in zip(batch.samples, images, strict=True):
-            if not sample.is_filler and sample.completion.add({sample.panel: image}):
+            if not sample.is_padding and sample.completion.add({sample.panel: image}):
                 finished.append(sample.completion)
         return finished
 
     def exchange(self, accelerator: Accelerator) -> list[Completion]:
         """Return this process's part of sets shared by several processes. Collective: call on all ranks."""
         processes, finished = accelerator.num_processes, []
-        unfinished = [completion.number for completion in self.completions if completion.panels]
-        set_numbers = sorted(set(gather_object(unfinished)))
+        unfinished = [completion.index for completion in self.completions if completion.panels]
+        completion_indices = sorted(set(gather_object(unfinished)))
         # A set for each process at a time, which bounds the memory
-        for first in range(0, len(set_numbers), processes):
-            block = set_numbers[first : first + processes]
-            parts = gather_object([(set_number, self.completions[set_number].panels) for set_number in block])
-            for process, set_number in enumerate(block):
-                panels = {panel: image for n, part in parts if n == set_number for panel, image in part.items()}
-                expected = len(self.completions[set_number].samples)
+        for first in range(0, len(completion_indices), processes):
+            block = completion_indices[first : first + processes]
+            parts = gather_object(
+                [(completion_index, self.completions[completion_index].panels) for completion_index in block]
+            )
+            for process, completion_index in enumerate(block):
+                panels = {panel: image for n, part in parts if n == completion_index for panel, image in part.items()}
+                expected = len(self.completions[completion_index].samples)
                 if len(panels) < expected:
                     raise RuntimeError(
-                        f"Set {set_number} of a round has {len(panels)} of its {expected} images on all processes."
+                        f"Set {completion_index} of a round has {len(panels)} of its {expected} images on all processes."
                     )
-                if process == accelerator.process_index and self.completions[set_number].add(panels):
-                    finished.append(self.completions[set_number])
+                if process == accelerator.process_index and self.completions[completion_index].add(panels):
+                    finished.append(self.completions[completion_index])
         for completion in self.completions:
             completion.panels = {}  # other processes have finished these
         return finished

@@ -80,9 +80,9 @@ class ContactSheetsCallback(TrainerCallback):
             advantages,
         )  # fmt: skip
         title = f"Round {round.index}, step {state.global_step}"
-        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_numbers, scored)
+        self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_indices, scored)
         if self.accelerator.is_main_process:
-            table = scored.table([round.rows.prompts[row_number] for row_number in round.row_numbers])
+            table = scored.table([round.rows.prompts[row_index] for row_index in round.row_indices])
             send_table_to_trackers(table, "completions", state.global_step, self.trackers)
 
     def on_evaluation_end(
@@ -106,7 +106,7 @@ class ContactSheetsCallback(TrainerCallback):
         name: str,
         title: str,
         rows: PromptRows,
-        row_numbers: list[int],
+        row_indices: list[int],
         scored: ScoredImages,
         before: ScoredImages | None = None,
         tracker_name: str = "contact_sheet",
@@ -117,9 +117,9 @@ class ContactSheetsCallback(TrainerCallback):
         sources = None
         if rows.sources is not None:
             sources = {
-                position: rows.images(row_number) for position, row_number in enumerate(row_numbers[:MAX_PROMPTS])
+                position: rows.images(row_index) for position, row_index in enumerate(row_indices[:MAX_PROMPTS])
             }
-        prompts = [rows.prompts[row_number] for row_number in row_numbers]
+        prompts = [rows.prompts[row_index] for row_index in row_indices]
         folder = Path(args.output_dir) / "contact_sheets"
         sheet = save_scored_sheet(folder, name, title, prompts, scored, before, sources)
         send_to_trackers(sheet, tracker_name, state.global_step, self.trackers)

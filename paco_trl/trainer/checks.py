@@ -63,7 +63,7 @@ def _smaller_batches(plan: RoundPlan) -> str:
     """Say what to set so that few prompts fill the batches of a round."""
     if plan.batch_size > 1:
         return "Lower `per_device_train_batch_size`"
-    if plan.num_merged_batches > 1:
+    if plan.micro_batches_per_rollout_batch > 1:
         return "Lower `per_device_rollout_batch_size`"
     return f"Set `num_generations` to a multiple of {plan.num_processes * plan.num_optimizer_steps}"
 
@@ -124,8 +124,8 @@ def _warn_of_trained(trained_on: Set, conditions: Iterable, total: int, where: s
 
 def _conditions(rows: PromptRows, prompts: Set[str]) -> Iterator[tuple]:
     """Return what the images of rows with these prompts are generated from."""
-    for row_number in [n for n, prompt in enumerate(rows.prompts) if prompt in prompts]:
-        yield rows.prompts[row_number], *(images.digests(row_number) for images in rows.image_columns)
+    for row_index in [n for n, prompt in enumerate(rows.prompts) if prompt in prompts]:
+        yield rows.prompts[row_index], *(images.digests(row_index) for images in rows.image_columns)
 
 
 def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
@@ -146,7 +146,7 @@ def check_prompts(
         rows.measure(pipeline, family)
     if args.detach_unconditional and None in train_rows.negative_prompts:
         raise ValueError(
-            f"`detach_unconditional` is for true guidance, but {type(pipeline).__name__} has none at `guidance_scale` "
+            f"`detach_unconditional` is for true CFG, but {type(pipeline).__name__} has none at `guidance_scale` "
             f"= {args.guidance_scale}. Unset it."
         )
     _check_micro_batches(args, pipeline, family, train_rows)
@@ -177,7 +177,7 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
         reason = f"The dataset has images of {len(sizes)} training sizes ({sorted(sizes)})"
     elif rows.sources is not None or rows.is_anchored:
         reason = "Each prompt has its own source images"
-    elif not family.has_fixed_length:
+    elif not family.has_fixed_prompt_length:
         reason = f"{type(pipeline).__name__} encodes prompts to different lengths"
     else:
         return

@@ -68,7 +68,7 @@ def defaults_of(config: type) -> dict[str, Any]:
     }
 
 
-def whole_numbers_of(config: type) -> list[str]:
+def whole_number_fields(config: type) -> list[str]:
     """Return the fields of a dataclass that have whole numbers."""
     return [field.name for field in dataclasses.fields(config) if field.type in (int, int | None, list[int])]
 

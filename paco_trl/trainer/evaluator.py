@@ -33,7 +33,7 @@ from ..rewards.scoring import RewardScorer
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.policy import Policy
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round, Sample, fill_up
+from ..rollout.rounds import Batch, Round, Sample, pad_batches
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe
@@ -159,17 +159,17 @@ class Evaluator:
         pictures = []
         measured = []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        policy.encoder.encode(rows, eval_round.row_numbers_of(local_batches)[:ROWS_AHEAD])
+        policy.encoder.encode(rows, eval_round.row_indices_of(local_batches)[:ROWS_AHEAD])
         num_steps = args.num_inference_steps_eval
         with self.scorer.scoring(eval_round, trained.state) as scoring, policy.on_device(trained.engine):
             for completions in policy.rollout(eval_round, local_batches, num_steps, progress=progress):
                 scoring.add(completions)
                 measured += measure_images(completions)
                 for completion in completions:
-                    layout = rows.layouts[completion.row_number]
-                    artifacts.append((completion.number, _grid_artifact(completion.image, period, *layout)))
+                    layout = rows.layouts[completion.row_index]
+                    artifacts.append((completion.index, _grid_artifact(completion.image, period, *layout)))
                     if completion.group < MAX_PROMPTS and completion.generation < MAX_IMAGES:
-                        pictures.append((completion.number, thumbnail(completion.image, len(completion.samples))))
+                        pictures.append((completion.index, thumbnail(completion.image, len(completion.samples))))
                     completion.image = None
         scores = scoring.scores
         check_evaluation_scores(self.rewards, scores.rewards, args.max_excluded_images)
@@ -188,14 +188,14 @@ class Evaluator:
         key = (args.seed, STREAMS["evaluation"], 0)
         eval_round = Round(rows, range(len(rows)), args.num_generations_eval, key, rows.inference_sizes)
         # A batch crosses prompts where one call of the pipeline can generate it
-        crosses = family.has_fixed_length and rows.sources is None and not rows.is_anchored
+        crosses = family.has_fixed_prompt_length and rows.sources is None and not rows.is_anchored
         groups: dict[Any, list[tuple[int, Sample]]] = defaultdict(list)
         for position, sample in enumerate(eval_round.samples):
-            groups[sample.size if crosses else sample.prompt_number].append((position, sample))
+            groups[sample.size if crosses else sample.prompt_index].append((position, sample))
         size = args.per_device_eval_batch_size
         batches = [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
         dealt = [Batch([sample for _, sample in batch]) for batch in sorted(batches, key=lambda batch: batch[0][0])]
-        dealt = fill_up(dealt, -(-len(dealt) // processes) * processes, dealt[0])
+        dealt = pad_batches(dealt, -(-len(dealt) // processes) * processes, dealt[0])
         eval_round.batches = [dealt[process::processes] for process in range(processes)]
         return eval_round
 

@@ -18,7 +18,7 @@ from ..hub.settings import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.fsdp import places_weights
+from ..utils.fsdp import shards_weights
 from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
@@ -27,7 +27,7 @@ from .paco_reward_config import PaCoRewardConfig
 LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
 
 
-def hardware_of(device: torch.device, processes: int) -> str:
+def describe_hardware(device: torch.device, processes: int) -> str:
     """Name the hardware of a run, such as `"7 x NVIDIA H100"`."""
     if device.type == "cpu":
         return "CPU" if processes == 1 else f"CPU, {processes} processes"
@@ -43,7 +43,7 @@ def cached_commit(model: str, revision: str | None) -> str | None:
     return next((Path(path).parent.name for path in files if isinstance(path, str)), None)
 
 
-def lora_of(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
+def describe_lora(model: nn.Module, continued_from: str | None = None, quantization: str | None = None) -> LoRA | None:
     """Describe the adapter of a model and the quantization of its base; `None` without an adapter."""
     if not isinstance(model, PeftModel):
         return None
@@ -93,7 +93,7 @@ def image_settings(
 def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
     """Return how a pipeline was loaded, besides its dtype: `offload` says that encoders and transformer take turns."""
     # All weights and their optimizer took more on one device than everything takes without training
-    offload = is_adapter or places_weights(args)
+    offload = is_adapter or shards_weights(args)
     return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}
 
 
@@ -101,7 +101,7 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRo
     """Return the arguments with which a pipeline generates the first prompt as in an evaluation."""
     height, width = rows.inference_sizes[0]
     has_images = rows.sources is not None or rows.is_anchored
-    images = [Image.new("RGB", (width, height))] * min(family.max_images, 1) if has_images else []
+    images = [Image.new("RGB", (width, height))] * min(family.max_source_images, 1) if has_images else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
     if rows.kind == "edits":  # the size is that of the source
         arguments = {key: value for key, value in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
@@ -174,7 +174,7 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
     return {name: path for name, path in pictures.items() if path is not None and path.is_file()}
 
 
-def gallery_of(pictures: dict[str, Path]) -> dict[str, str]:
+def read_gallery_prompts(pictures: dict[str, Path]) -> dict[str, str]:
     """Return the prompts of a card's single images."""
     images = {name: path for name, path in pictures.items() if name.startswith("images/")}
     path = next(iter(images.values()), Path())

@@ -17,7 +17,7 @@ from ..rollout.kernels import check_attention_backend
 from ..rollout.loading import quantization_text
 from ..rollout.sde import SDE_TYPES
 from ..utils.deepspeed import check_compiled_blocks, complete_config
-from ..utils.errors import OptionError, refuse
+from ..utils.errors import OptionError, raise_errors
 from ..utils.fsdp import activate_on_cpu
 from ..utils.logs import get_logger
 from ..utils.option_checks import (
@@ -25,7 +25,7 @@ from ..utils.option_checks import (
     QUANTIZATIONS,
     SET_LAYOUTS,
     choice_errors,
-    image_errors,
+    grpo_config_errors,
     read_scale_rewards,
 )
 from ..utils.round_sizes import (
@@ -43,7 +43,7 @@ from .config_utils import (
     defaults_of,
     help_from_docstring,
     name_checkpointing,
-    whole_numbers_of,
+    whole_number_fields,
 )
 from .round_plan import RoundPlan
 
@@ -108,10 +108,10 @@ class PaCoGRPOConfig(GRPOConfig):
         guidance_scale (`float`, *optional*, defaults to `3.5`):
             Guidance scale in training and evaluation, distilled or true according to the model.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true guidance, of rows without one (column `negative_prompt`). If `None`, the pipeline's
+            Negative prompt of true CFG, of rows without one (column `negative_prompt`). If `None`, the pipeline's
             own, an error without one (Qwen-Image).
         detach_unconditional (`bool`, *optional*, defaults to `False`):
-            Whether no gradient flows through the unconditional prediction of true guidance.
+            Whether no gradient flows through the unconditional prediction of true CFG.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
             Kind of stochastic step: `"flow_sde"`, `"dance_sde"` or `"cps"`, see [`~paco_trl.rollout.sde_step`].
         sde_steps (`list[int]`, *optional*, defaults to `[1]`):
@@ -475,9 +475,9 @@ class PaCoGRPOConfig(GRPOConfig):
 
     def _check_values(self) -> None:
         defaults = defaults_of(type(self))
-        whole = whole_numbers_of(type(self))
-        errors = image_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole)
-        refuse([*errors, *choice_errors(self, self.choices)])
+        whole = whole_number_fields(type(self))
+        errors = grpo_config_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole)
+        raise_errors([*errors, *choice_errors(self, self.choices)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
         if self.report_to is None:  # type: ignore[has-type]

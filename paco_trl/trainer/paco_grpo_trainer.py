@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from ..rollout import RecordedStep
-from ..rollout.policy import Recording, score_step
+from ..rollout.policy import RecordingOptions, compute_log_prob
 from ..utils.papers import PAPER
 from .losses import (
     PolicyLoss,
@@ -73,7 +73,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             - Edits: `prompt`, the instruction, and the source `image` (or `images` for several), optionally `height`
               and `width`. See [`~paco_trl.data.load_edit_prompts`].
 
-            Both may have a `negative_prompt`, for models with true guidance.
+            Both may have a `negative_prompt`, for models with true CFG.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts of the same format for `evaluate()`.
         eval_reward_funcs (`Callable`, `str` or a list of them, *optional*):
@@ -95,7 +95,7 @@ class PaCoGRPOTrainer(RoundTrainer):
             transformer are trained.
         family ([`~paco_trl.rollout.Family`], *optional*):
             How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, that of
-            [`~paco_trl.rollout.family_of`].
+            [`~paco_trl.rollout.get_family`].
 
     Raises:
         TypeError: If `args` is not a `PaCoGRPOConfig`, or `peft_config` is not an adapter of an image transformer.
@@ -110,10 +110,10 @@ class PaCoGRPOTrainer(RoundTrainer):
     _statistics_class = RatioStatistics
 
     @contextmanager
-    def _generating(self, training_round: TrainingRound) -> Iterator[Recording]:
+    def _generating(self, training_round: TrainingRound) -> Iterator[RecordingOptions]:
         """Place the weights that generate a round, and yield what to record: the stochastic steps."""
-        with self.policy.on_device(self._divided_engine):
-            yield Recording(training_round.sde)
+        with self.policy.on_device(self._sharded_engine):
+            yield RecordingOptions(training_round.sde)
 
     # ---- Loss ----
 
@@ -124,13 +124,13 @@ class PaCoGRPOTrainer(RoundTrainer):
         weights = inputs["weights"]
 
         velocity, ref_velocity = self._velocities(model, step)
-        log_prob, mean, std = score_step(velocity, step, sde)
+        log_prob, mean, std = compute_log_prob(velocity, step, sde)
         replayed = PolicyStep(log_prob, step.log_prob, mean, step.mean, std, step.sigma, step.sigma_next)
         loss, metrics, ratio = PolicyLoss(*self.policy_loss(replayed, inputs["advantages"]))  # (B,)
         if ratio is None:
             ratio = torch.exp(log_prob - step.log_prob).detach()
         if ref_velocity is not None:
-            kl = gaussian_kl(mean, score_step(ref_velocity, step, sde)[1], std)
+            kl = gaussian_kl(mean, compute_log_prob(ref_velocity, step, sde)[1], std)
             loss = loss + self.beta * kl
             metrics = metrics | {"kl": kl.detach()}
         self._collect_statistics(step, ratio, metrics, weights)

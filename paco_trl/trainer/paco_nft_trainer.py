@@ -13,7 +13,7 @@ from ..checkpointing.weights import EMA, use_weights
 from ..hub.settings import ImageModelCard
 from ..rewards.scoring import Scores
 from ..rollout import Family, check_call_at, keyed_generator, predict
-from ..rollout.policy import Recording
+from ..rollout.policy import RecordingOptions
 from ..rollout.rounds import Batch
 from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.papers import NFT_PAPER
@@ -152,11 +152,11 @@ class PaCoNFTTrainer(RoundTrainer):
         super()._add_callbacks()
 
     @contextmanager
-    def _generating(self, training_round: TrainingRound) -> Iterator[Recording]:
+    def _generating(self, training_round: TrainingRound) -> Iterator[RecordingOptions]:
         """Place the weights that generate a round, and yield what to record: the images' latents, to be noised."""
         weights = self.old_policy.average if self.objective.old_policy_generates else None
-        with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._divided_engine):
-            yield Recording(last_step=True, finish=self._noise)
+        with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._sharded_engine):
+            yield RecordingOptions(last_step=True, on_recorded=self._noise)
 
     def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
         """Generate and score batches, and predict the velocities of an old policy that the loss compares with."""
@@ -164,7 +164,7 @@ class PaCoNFTTrainer(RoundTrainer):
         if self.objective.old_policy_is_in_loss:
             # Once for all optimizer steps of the round, at whose end it moves
             weights, device = self.old_policy.average, self.accelerator.device
-            with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._divided_engine):
+            with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._sharded_engine):
                 with torch.no_grad():
                     for step in (step for batch in batches for step in batch.steps):
                         step.old_policy_velocity = self.policy.predict(self.model, step.to(device))

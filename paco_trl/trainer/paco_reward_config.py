@@ -8,9 +8,9 @@ from transformers import SchedulerType
 from trl import SFTConfig
 
 from ..utils.deepspeed import complete_config
-from ..utils.errors import refuse
+from ..utils.errors import raise_errors
 from ..utils.fsdp import activate_on_cpu
-from ..utils.option_checks import choice_errors, judge_errors
+from ..utils.option_checks import choice_errors, reward_config_errors
 from ..utils.stopping import SIGNALS
 from .config_utils import (
     REFUSED_SFT_FIELDS,
@@ -18,7 +18,7 @@ from .config_utils import (
     defaults_of,
     help_from_docstring,
     name_checkpointing,
-    whole_numbers_of,
+    whole_number_fields,
 )
 from .first_token_loss import LOSS_VARIANTS
 
@@ -109,8 +109,10 @@ class PaCoRewardConfig(SFTConfig):
     def __post_init__(self):
         if self.router_aux_loss_coef == 0.0:
             self.router_aux_loss_coef: float | None = None  # set below, seen by `dataclasses.replace`
-        errors = judge_errors(self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_numbers_of(type(self)))
-        refuse([*errors, *choice_errors(self, self.choices)])
+        errors = reward_config_errors(
+            self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_number_fields(type(self))
+        )
+        raise_errors([*errors, *choice_errors(self, self.choices)])
         if self.report_to is None:  # type: ignore[has-type]
             self.report_to = "none"
         if self.dataloader_num_workers is None:

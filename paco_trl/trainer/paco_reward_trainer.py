@@ -31,7 +31,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 
-from ..checkpointing.weights import gather_weights, load_weights, local_weights, trained_parameters, zero_stage_of
+from ..checkpointing.weights import gather_weights, get_zero_stage, load_weights, local_weights, trained_parameters
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
 from ..hub.cards import saving_with_card
@@ -46,23 +46,23 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.errors import OptionError
 from ..utils.files import write_atomically
 from ..utils.fingerprint import describe, weights_fingerprint
-from ..utils.fsdp import full, prepare_dividing
+from ..utils.fsdp import full, prepare_sharding
 from ..utils.images import to_png
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import uses_fsdp
 from ..utils.papers import PAPER
 from ..utils.quantization import describe_quantization
-from ..utils.stopping import Stopped, agree, ignore_stop_in_workers
+from ..utils.stopping import StopRequested, agree, ignore_stop_in_workers
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
 from .checks import check_has_evaluation, check_pairs, warn_of_trained_pairs
 from .config_utils import check_best_metric, check_optimizer_class, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
-from .model_cards import judge_settings, lora_of
+from .model_cards import describe_lora, judge_settings
 from .paco_reward_config import PaCoRewardConfig
-from .resuming import ResumesExactly, RunCallback, end_explained
+from .resuming import ExactResumeMixin, FunctionCallback, end_explained
 from .run_settings import describe_run
 
 
@@ -196,7 +196,7 @@ def evaluation_metrics(decisions: Decisions, first_token_weight: float | None, l
 # ---- Trainer ----
 
 
-class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
+class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
     """
     Trainer for PaCo-Reward, the pairwise consistency judge proposed in [PaCo-RL: Advancing Reinforcement Learning for
     Consistent Image Generation with Pairwise Reward Modeling](https://huggingface.co/papers/2512.04784).
@@ -303,7 +303,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._base_model_source = name
         self._question = common_question(cast(Dataset, train_dataset))
         if args.push_to_hub:
-            self._prepare_hub(args)
+            self._init_pusher(args)
         if isinstance(model, PeftModel):
             model.set_requires_grad(model.active_adapters)  # loaded for inference, it has none
         else:
@@ -354,7 +354,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         )
         args.enable_jit_checkpoint = stops
         if self.is_fsdp_enabled:
-            prepare_dividing(self.accelerator, self.model)
+            prepare_sharding(self.accelerator, self.model)
         self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
@@ -371,7 +371,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         self._last_hidden_state: Any = None
         use_console(self)
         events = {"on_train_begin": self._begin_run, "on_step_end": self._evaluate_last_step}
-        self.add_callback(RunCallback(**events, on_prediction_step=self._give_up_evaluation))
+        self.add_callback(FunctionCallback(**events, on_prediction_step=self._give_up_evaluation))
         self._grids: list[list[int]] = []  # patch grids of the micro-batch's images
         disable_vision_tower_grad(self._inner_model(), self._grids)
         self.data_collator.get_rope_index = getattr(self._inner_model().base_model, "get_rope_index", None)
@@ -556,7 +556,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         if self.accelerator.num_processes == 1 or len(self._evaluated) % _BATCHES_PER_AGREEMENT == 0:
             (stop,) = agree(self.accelerator)
             if stop:
-                raise Stopped(stop, by_all=True)
+                raise StopRequested(stop, by_all=True)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """
@@ -592,11 +592,11 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
-            self._load_divided(resume_from_checkpoint)
+            self._load_sharded(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_divided(self, checkpoint: Any) -> None:
+    def _load_sharded(self, checkpoint: Any) -> None:
         """Load a checkpoint's adapter into one that FSDP has divided."""
         names = list(trained_parameters(self.model))
         saved_names = get_peft_model_state_dict(
@@ -608,7 +608,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's adapter."""
         if self.is_fsdp_enabled:
-            self._load_divided(self.state.best_model_checkpoint)
+            self._load_sharded(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
         self.loaded_step = self.state.best_global_step
@@ -620,8 +620,8 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         `card_fields` are passed to `create_model_card`.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        self._refuse_foreign(folder)
-        zero_stage = zero_stage_of(self.accelerator, self.model, self.model_wrapped)
+        self._check_output_files(folder)
+        zero_stage = get_zero_stage(self.accelerator, self.model, self.model_wrapped)
         local = local_weights(self.model, zero_stage)
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
         if self.args.should_save:
@@ -630,7 +630,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
                 self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
                 self.processing_class.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
-            self._push_saved(folder)
+            self._push_model(folder)
 
     def _pictures(self) -> dict[str, Image.Image]:
         return self.pictures
@@ -640,7 +640,7 @@ class PaCoRewardTrainer(ResumesExactly, SFTTrainer):
         max_pixels = pixel_limit(self.processing_class)
         return JudgeCard(
             **self._card_fields(self.base_model_name, **fields),
-            lora=lora_of(self.model, quantization=describe_quantization(self.model)),
+            lora=describe_lora(self.model, quantization=describe_quantization(self.model)),
             settings=judge_settings(self.args, len(self.train_dataset), self._question, max_pixels, self._card_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),

@@ -11,15 +11,15 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.account import find_repository, hub_outages, prepare_repository
+from ..hub.account import check_repo, explain_outages, prepare_repo
 from ..hub.cards import save_card
 from ..hub.files import foreign_files
 from ..hub.licenses import License, base_license
-from ..hub.pushing import HubPusher, remember_repository, remembered_repository
+from ..hub.pushing import HubPusher, load_push_target, save_push_target
 from ..utils.fingerprint import version
 from ..utils.logs import get_logger
 from ..utils.names import public_name, relative_name
-from .model_cards import LIBRARIES, cached_commit, hardware_of
+from .model_cards import LIBRARIES, cached_commit, describe_hardware
 
 
 logger = get_logger(__name__)
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 TRAIN_SECONDS = "train_seconds"  # key of the log
 
 
-class PushesToHub(Trainer):
+class HubTrainer(Trainer):
     """Upload `published_files` alone. Trainer would also upload `training_args.bin`, and with it the token."""
 
     pusher: Any = None  # a HubPusher on the main process, once the repository exists
     _base_model_source: str | None = None  # Hub id or directory
     published_files: list[str]  # patterns
 
-    def _prepare_hub(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
+    def _init_pusher(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
         """Check the token, and create the repository, before a model is loaded. Collective: call on all ranks."""
         error = None
         if args.process_index == 0 and self.pusher is None:
@@ -55,9 +55,9 @@ class PushesToHub(Trainer):
         try:
             if base_model is not None:
                 base_license(base_model, online=True, token=api.token)  # remembered for the checkpoints
-            repo_id = prepare_repository(api, repo_id, private, args.hub_revision, base_model, self.published_files)
+            repo_id = prepare_repo(api, repo_id, private, args.hub_revision, base_model, self.published_files)
         except ConnectionError as error:
-            earlier = remembered_repository(args.output_dir)
+            earlier = load_push_target(args.output_dir)
             earlier_id = earlier.get("repo_id", "")
             requested = {"repo_id": earlier_id, "revision": args.hub_revision, "private": private}
             if earlier != requested or not f"/{earlier_id}".endswith(f"/{repo_id}"):
@@ -68,7 +68,7 @@ class PushesToHub(Trainer):
             # A resumed run has passed these checks: an outage does not stop it
             repo_id = earlier_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
-        remember_repository(args.output_dir, repo_id, args.hub_revision, private)
+        save_push_target(args.output_dir, repo_id, args.hub_revision, private)
         return HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -77,7 +77,7 @@ class PushesToHub(Trainer):
 
         `None` is `hub_token` and `hub_private_repo`.
         """
-        self._prepare_hub(self.args, token, private)
+        self._init_pusher(self.args, token, private)
         if self.pusher is not None:
             self.hub_model_id = self.pusher.repo_id
 
@@ -93,7 +93,7 @@ class PushesToHub(Trainer):
             is_replacing = not args.hub_always_push and args.hub_strategy != HubStrategy.ALL_CHECKPOINTS
             message = f"Training in progress, step {step}"
             try:
-                self.pusher.push_later(checkpoint_folder, message, names.get(args.hub_strategy), is_replacing)
+                self.pusher.push_checkpoint(checkpoint_folder, message, names.get(args.hub_strategy), is_replacing)
             except OSError as error:  # such as a full disk
                 logger.warning(f"The checkpoint of step {step} is saved, but cannot be prepared for the Hub: {error}.")
 
@@ -113,7 +113,7 @@ class PushesToHub(Trainer):
         `private` is for a new repository. Returns a [`~huggingface_hub.CommitInfo`] on the main process, with
         `blocking=False` its `Future`. After a `ConnectionError` the model is saved: `paco-trl push` uploads it later.
         """
-        self._refuse_foreign(self.args.output_dir)
+        self._check_output_files(self.args.output_dir)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         outage = None
         try:
@@ -128,13 +128,13 @@ class PushesToHub(Trainer):
         api = self.pusher.api if token is None else HfApi(token=token, library_name="paco_trl")
         pusher = replace(self.pusher, api=api, revision=revision or self.pusher.revision)
         if private:
-            find_repository(api, pusher.repo_id, private)
+            check_repo(api, pusher.repo_id, private)
         if revision is not None:
-            with hub_outages(api, f"`paco-trl push {self.args.output_dir}` uploads it later."):
+            with explain_outages(api, f"`paco-trl push {self.args.output_dir}` uploads it later."):
                 api.create_branch(pusher.repo_id, branch=revision, exist_ok=True)
-        return pusher.push_now(self.args.output_dir, commit_message or "End of training", blocking=blocking)
+        return pusher.push_model(self.args.output_dir, commit_message or "End of training", blocking=blocking)
 
-    def _refuse_foreign(self, folder: str | Path) -> None:
+    def _check_output_files(self, folder: str | Path) -> None:
         """Refuse to save over files of the user's, on all processes."""
         foreign = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
         if message := next(filter(None, foreign), None):
@@ -175,18 +175,18 @@ class PushesToHub(Trainer):
             "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
             "datasets": [public_name(dataset_name)] if dataset_name else [],
             "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-            "hardware": hardware_of(self.accelerator.device, self.accelerator.num_processes),
+            "hardware": describe_hardware(self.accelerator.device, self.accelerator.num_processes),
             "seconds": training_seconds(self.state, step),
             "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "versions": {name: version(name) for name in LIBRARIES},
             "paper": self._paper,
         }
 
-    def _push_saved(self, folder: str | Path) -> None:
+    def _push_model(self, folder: str | Path) -> None:
         """Upload a model that was just saved."""
         if self.is_world_process_zero():
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self.pusher.push_now(folder, "Model save")
+            self.pusher.push_model(folder, "Model save")
 
     def _finish_current_push(self) -> None:
         """Wait for a running upload; failures are reported, not raised."""

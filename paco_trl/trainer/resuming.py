@@ -22,29 +22,29 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointing.checkpoints import (
     STATE,
-    begin_output_dir,
     check_identity,
+    check_no_checkpoints,
+    check_no_model,
     check_output_dir,
-    check_rerun,
     check_resumed_run,
     check_same_run,
-    check_saved_model,
     clear_staging,
     delete_run,
-    drop_old_checkpoints,
     find_checkpoint,
     how_to_resume,
+    mark_output_dir,
     read_run,
+    rotate_checkpoints,
     write_checkpoint,
 )
 from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
-from ..utils.stopping import Stopped, agree, defer_stop, stop_signals
-from .publishing import TRAIN_SECONDS, PushesToHub, training_seconds
+from ..utils.stopping import StopRequested, agree, defer_stop_signals, stop_signals
+from .publishing import TRAIN_SECONDS, HubTrainer, training_seconds
 
 
-class RunCallback(TrainerCallback):
+class FunctionCallback(TrainerCallback):
     """Call functions at events of the training loop."""
 
     def __init__(self, **functions: Callable[[], None]):
@@ -52,7 +52,7 @@ class RunCallback(TrainerCallback):
             setattr(self, event, lambda *args, function=function, **kwargs: function())
 
 
-class ResumesExactly(PushesToHub):
+class ExactResumeMixin(HubTrainer):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 
     resumed_from: Path | None = None
@@ -87,7 +87,7 @@ class ResumesExactly(PushesToHub):
     def _mark_output_dir(self) -> None:
         """Mark the output directory as this run's, once all checks have passed and before anything else is there."""
         if self.args.process_index == 0:
-            begin_output_dir(self.args.output_dir)
+            mark_output_dir(self.args.output_dir)
 
     def _check_run(self, args: TrainingArguments) -> None:
         """Compare this run with the one in the checkpoint to resume from, or in the output directory."""
@@ -104,9 +104,9 @@ class ResumesExactly(PushesToHub):
             resume_from_checkpoint = args.resume_from_checkpoint
         checkpoint = find_checkpoint(args.output_dir, resume_from_checkpoint)
         if not args.overwrite_output_dir:
-            check_rerun(args.output_dir, checkpoint)
+            check_no_checkpoints(args.output_dir, checkpoint)
             if self.state.global_step == 0:  # otherwise it is this trainer's
-                check_saved_model(args.output_dir)
+                check_no_model(args.output_dir)
         elif checkpoint is None and args.should_save:
             delete_run(args.output_dir)
         return checkpoint
@@ -125,7 +125,7 @@ class ResumesExactly(PushesToHub):
         with stop_signals(names) if args.enable_jit_checkpoint else nullcontext():
             try:
                 yield
-            except Stopped as stopped:
+            except StopRequested as stopped:
                 if not args.enable_jit_checkpoint:
                     raise
                 folder = self._save_before_stop()
@@ -136,7 +136,7 @@ class ResumesExactly(PushesToHub):
                         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
                         how = "the same command with `--resume_from_checkpoint auto` continues from there"
                         where = f"at step {step}, which is saved in '{folder}': {how}"
-                    text = f"Stopped by {stopped.signal} {where}."
+                    text = f"StopRequested by {stopped.signal} {where}."
                 if stopped.is_interrupt:  # the caller may go on, and save for example
                     raise KeyboardInterrupt(text) from None
                 if stopped.by_all:
@@ -154,7 +154,7 @@ class ResumesExactly(PushesToHub):
             where = f"at step {step} of {last}" if step <= last else f"with none of {last} step(s) left"
             tqdm.write(f"Resuming from {self.resumed_from.name} {where}.")
         if self.args.enable_jit_checkpoint:
-            defer_stop()  # until here a signal ends the run at once: it has nothing to save
+            defer_stop_signals()  # until here a signal ends the run at once: it has nothing to save
         if self.resumed_from is not None and self._is_evaluation_due():
             self._load_rng_state(str(self.resumed_from))
             self._determine_best_metric(self._evaluate(None, None), None)
@@ -198,7 +198,7 @@ class ResumesExactly(PushesToHub):
             self.control.should_evaluate = self.control.should_save = False
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if stop:
-            raise Stopped(stop, by_all=True)
+            raise StopRequested(stop, by_all=True)
 
     def _save_before_stop(self) -> Path | None:
         """Save a checkpoint of the last step if there is none; return the latest. Collective: call on all ranks."""
@@ -233,7 +233,7 @@ class ResumesExactly(PushesToHub):
         parts = (self._write_weights, self._write_further_weights, self._write_state)
         write_checkpoint(args.output_dir, state.global_step, self.accelerator, args.should_save, record, *parts)
         if args.should_save:
-            drop_old_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
+            rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint)
         self._saved_step = state.global_step
         if args.push_to_hub:
             self._push_from_checkpoint(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))

@@ -19,7 +19,7 @@ class RoundPlan:
     num_processes: int
     num_trained_steps: int  # denoising steps, or times, at which each image is trained
     num_optimizer_steps: int  # optimizer steps in each iteration over the round
-    num_merged_batches: int = 1  # micro-batches that are generated as one batch
+    micro_batches_per_rollout_batch: int = 1  # micro-batches that are generated as one batch
 
     @cached_property
     def num_images(self) -> int:
@@ -29,12 +29,12 @@ class RoundPlan:
     @cached_property
     def rollout_batch_size(self) -> int:
         """Images that a process generates at a time."""
-        return self.batch_size * self.num_merged_batches
+        return self.batch_size * self.micro_batches_per_rollout_batch
 
     @property
     def rollout_batch_option(self) -> str:
         """Name of the option that sets it."""
-        return f"per_device_{'rollout' if self.num_merged_batches > 1 else 'train'}_batch_size"
+        return f"per_device_{'rollout' if self.micro_batches_per_rollout_batch > 1 else 'train'}_batch_size"
 
     @cached_property
     def micro_batches_per_process(self) -> int:
@@ -53,7 +53,7 @@ class RoundPlan:
 
     def summary(self) -> str:
         """Format the arithmetic as one line."""
-        merged = f", generated {self.rollout_batch_size} at a time" if self.num_merged_batches > 1 else ""
+        merged = f", generated {self.rollout_batch_size} at a time" if self.micro_batches_per_rollout_batch > 1 else ""
         return (
             f"{self.num_prompts} prompts x {self.num_generations} generations = {self.num_images} images a round, on "
             f"{self.num_processes} process(es) {self.micro_batches_per_process} micro-batches of {self.batch_size}"

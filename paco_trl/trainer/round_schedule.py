@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 
 from ..rollout import Family, SDESettings, TransformerStep
 from ..rollout.prompt_rows import PromptRows
-from ..rollout.rounds import Batch, Round, Sample, fill_up
+from ..rollout.rounds import Batch, Round, Sample, pad_batches
 from ..rollout.sde import STREAMS
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -25,7 +25,7 @@ def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
     """Return how many rows fit a round, whichever; 0 if none does. `lengths` has each row's number of prompts."""
     longest = np.sort(lengths)[::-1]
     for count in range(min(len(longest), num_prompts), 0, -1):
-        # `RoundSchedule.row_numbers` gives a round one row of each stretch of as many rows as there are rounds
+        # `RoundSchedule.row_indices` gives a round one row of each stretch of as many rows as there are rounds
         rounds = len(longest) // count
         if longest[: count * rounds : rounds].sum() <= num_prompts:
             return count
@@ -64,7 +64,7 @@ class RoundSchedule:
         self.micro_steps_per_round = self.plan.steps_per_generation * args.num_iterations
         self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
-    def row_numbers(self, round_index: int) -> list[int]:
+    def row_indices(self, round_index: int) -> list[int]:
         """Return the row numbers of a round: part of a permutation that changes with each epoch."""
         epoch, position = divmod(round_index, self.rounds_per_epoch)
         rounds, count = self.rounds_per_epoch, self.rows_per_round
@@ -77,19 +77,19 @@ class RoundSchedule:
         dealt = dealt[np.argsort(-self.lengths[dealt], kind="stable")]
         return dealt.reshape(count, rounds)[:, position].tolist()
 
-    def other_row_numbers(self, round_index: int) -> list[int]:
+    def other_row_indices(self, round_index: int) -> list[int]:
         """Return the numbers of the rows outside a round, in the order in which resampling takes them."""
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
-        in_round = set(self.row_numbers(round_index))
-        return [row_number for row_number in order.tolist() if row_number not in in_round]
+        in_round = set(self.row_indices(round_index))
+        return [row_index for row_index in order.tolist() if row_index not in in_round]
 
-    def remaining_row_numbers(self, max_steps: int, first_round: int) -> list[int]:
+    def remaining_row_indices(self, max_steps: int, first_round: int) -> list[int]:
         """Return the numbers of the rows that the rest of a run needs."""
         needed = set()
         for round_index in range(first_round, -(-max_steps // self.optimizer_steps_per_round)):
-            needed.update(self.row_numbers(round_index))
+            needed.update(self.row_indices(round_index))
             if len(needed) == self.num_rows:
                 break
         return sorted(needed)
@@ -108,7 +108,7 @@ class RoundSchedule:
 
     def describe_unused(self) -> str:
         """Say how many rows are in no round of the run, if any are."""
-        unused = self.num_rows - len(self.remaining_row_numbers(self.max_steps, 0))
+        unused = self.num_rows - len(self.remaining_row_indices(self.max_steps, 0))
         rounds = math.ceil(self.max_steps / self.optimizer_steps_per_round)
         repeated = "" if self.args.shuffle_dataset else ", in each epoch the same (`shuffle_dataset`)"
         text = f" {unused} of {self.num_rows} rows are in none of the run's {rounds} round(s) of {self.rows_per_round}"
@@ -137,8 +137,8 @@ class TrainingRound(Round):
     ):
         seed, plan = schedule.args.seed, schedule.plan
         key = (seed, STREAMS["training"], index)
-        row_numbers = schedule.row_numbers(index)
-        super().__init__(rows, row_numbers, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
+        row_indices = schedule.row_indices(index)
+        super().__init__(rows, row_indices, plan.num_generations, key, rows.training_sizes, plan.num_prompts)
         self.index = index
         self.plan = plan
         self.sde = schedule.sde(index)
@@ -166,7 +166,7 @@ class TrainingRound(Round):
         def share(sample: Sample) -> float:
             """Return the share of a sample in its completion, 0 where that is not trained."""
             completion = sample.completion
-            is_counted = taking_part[completion.number] and not sample.is_filler
+            is_counted = taking_part[completion.index] and not sample.is_padding
             return 1 / len(completion.samples) if is_counted else 0.0
 
         per_step = len(self.local_batches) // self.plan.num_optimizer_steps
@@ -182,36 +182,36 @@ class TrainingRound(Round):
                 sample.weight = weight
         self.micro_batches = []
         for batch in self.local_batches:
-            self.micro_batches += batch.split(self.plan.num_merged_batches, family)
+            self.micro_batches += batch.split(self.plan.micro_batches_per_rollout_batch, family)
             batch.steps = []  # which may be copies by now
 
-    def replace_groups(self, groups: list[int], unused_row_numbers: list[int]) -> set[int]:
+    def replace_groups(self, groups: list[int], unused_row_indices: list[int]) -> set[int]:
         """Put unused rows of the same size and number of images in the place of groups; return those replaced."""
         replaced = set()
         for group in groups:
-            expected = self._shape(self.row_numbers[group])
-            row_number = next((number for number in unused_row_numbers if self._shape(number) == expected), None)
-            if row_number is not None:
-                unused_row_numbers.remove(row_number)
-                self.replace(group, row_number)
+            expected = self._shape(self.row_indices[group])
+            row_index = next((number for number in unused_row_indices if self._shape(number) == expected), None)
+            if row_index is not None:
+                unused_row_indices.remove(row_index)
+                self.replace(group, row_index)
                 replaced.add(group)
         return replaced
 
-    def _shape(self, row_number: int) -> tuple[tuple[int, int], int]:
+    def _shape(self, row_index: int) -> tuple[tuple[int, int], int]:
         """Return size and number of the images of a row."""
-        return self.sizes[row_number], self.rows.lengths[row_number]
+        return self.sizes[row_index], self.rows.lengths[row_index]
 
     def batches_of(self, groups: set[int]) -> list[Batch]:
         """Return this process's batches of some groups, and fillers, so that every process generates as many."""
         by_process = [[batch for batch in batches if batch.groups & groups] for batches in self.batches]
-        filler = next(batch for batches in by_process for batch in batches)
-        return fill_up(by_process[self.process_index], max(map(len, by_process)), filler)
+        padding = next(batch for batches in by_process for batch in batches)
+        return pad_batches(by_process[self.process_index], max(map(len, by_process)), padding)
 
     def micro_step(self, position: int) -> tuple[Batch, TransformerStep]:
         """Return a micro-batch, and which of its steps is trained."""
         position %= self.plan.steps_per_generation  # `num_iterations` passes
-        batch_number, step = divmod(position, self.plan.num_trained_steps)
-        batch = self.micro_batches[batch_number]
+        batch_index, step = divmod(position, self.plan.num_trained_steps)
+        batch = self.micro_batches[batch_index]
         return batch, batch.steps[step]
 
     def is_idle_step(self, optimizer_step: int) -> bool:
@@ -234,22 +234,22 @@ class TrainingRound(Round):
             }
             for batch in self.micro_batches
         ]
-        names = ("index", "global_step", "row_numbers", "trained_completions", "metrics", "seconds")
+        names = ("index", "global_step", "row_indices", "trained_completions", "metrics", "seconds")
         return {name: getattr(self, name) for name in names} | {"batches": batches}
 
     def load_state_dict(
         self, state: dict[str, Any], step_class: type[TransformerStep], device: torch.device, is_offloaded: bool
     ) -> None:
         """Restore the pending round of a checkpoint, which was dealt to as many processes."""
-        for group, (row_number, saved) in enumerate(zip(self.row_numbers, state["row_numbers"], strict=True)):
-            if row_number != saved:
+        for group, (row_index, saved) in enumerate(zip(self.row_indices, state["row_indices"], strict=True)):
+            if row_index != saved:
                 self.replace(group, saved)
         for name in ("global_step", "trained_completions", "metrics", "seconds"):
             setattr(self, name, state[name])
         size = self.plan.batch_size
         samples = [sample for batch in self.local_batches for sample in batch.samples]
-        for batch_number, saved in enumerate(state["batches"]):
-            batch = Batch(samples[batch_number * size : (batch_number + 1) * size])
+        for batch_index, saved in enumerate(state["batches"]):
+            batch = Batch(samples[batch_index * size : (batch_index + 1) * size])
             for sample, advantage, weight in zip(batch.samples, saved["advantages"], saved["weights"], strict=True):
                 sample.advantage, sample.weight = advantage, weight
             for step in saved["steps"]:

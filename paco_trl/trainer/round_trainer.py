@@ -42,10 +42,10 @@ from ..checkpointing.weights import (
     EMA,
     check_all_gradients,
     gather_weights,
+    get_zero_stage,
     load_weights,
     local_weights,
     save_trained,
-    zero_stage_of,
 )
 from ..hub.cards import saving_with_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
@@ -54,7 +54,7 @@ from ..plots.curves import CurvesCallback
 from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
 from ..rewards.weighting import RewardError, Rewards
-from ..rollout import Family, TransformerStep, UnlistedFamily, family_of
+from ..rollout import Family, TransformerStep, UnlistedFamily, get_family
 from ..rollout.adapters import SavedAdapter, read_peft_config
 from ..rollout.encoder import EncodedRows
 from ..rollout.kernels import check_attention_backend, example_queries
@@ -67,13 +67,13 @@ from ..rollout.loading import (
     pipeline_quantization,
     with_quantization,
 )
-from ..rollout.policy import Policy, Recording
+from ..rollout.policy import Policy, RecordingOptions
 from ..rollout.policy_building import check_trained, make_policy
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
 from ..utils.fingerprint import component_fingerprint, describe
-from ..utils.fsdp import model_class, places_weights, prepare_dividing
+from ..utils.fsdp import model_class, prepare_sharding, shards_weights
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import check_quantization
@@ -98,17 +98,17 @@ from .losses import (
     informative_groups,
 )
 from .model_cards import (
+    describe_lora,
     evaluation_rows,
-    gallery_of,
     image_settings,
     latest_pictures,
     loading_settings,
-    lora_of,
     pipeline_call,
+    read_gallery_prompts,
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .resuming import ResumesExactly, RunCallback, end_explained
+from .resuming import ExactResumeMixin, FunctionCallback, end_explained
 from .round_schedule import RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 
@@ -119,7 +119,7 @@ logger = get_logger(__name__)
 ROUNDS_AHEAD = 8
 
 
-class RoundTrainer(ResumesExactly, GRPOTrainer):
+class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     """
     Base of the trainers that learn from rounds of generated and rewarded images.
 
@@ -203,7 +203,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-        pipeline_policy, self.ref_model = make_policy(
+        recording_pipeline, self.ref_model = make_policy(
             self.pipeline, self.family, adapter, self.compute_dtype, is_deepspeed,
             reference=args.reference if args.has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
@@ -215,13 +215,13 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         # methods read are set below (tests/test_contract.py lists them).
         enable_jit_checkpoint, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # it saves within a step
         _BaseTrainer.__init__(
-            self, model=pipeline_policy.model, args=args, data_collator=identity, train_dataset=train_dataset,
+            self, model=recording_pipeline.model, args=args, data_collator=identity, train_dataset=train_dataset,
             eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )  # fmt: skip
         args.enable_jit_checkpoint = enable_jit_checkpoint
         if self.is_fsdp_enabled:
-            prepare_dividing(self.accelerator, self.model)
+            prepare_sharding(self.accelerator, self.model)
         if self.ref_model is not None and is_deepspeed:
             self.ref_model = prepare_deepspeed(self.ref_model, self.accelerator)
         elif self.ref_model is not None and self.is_fsdp_enabled:
@@ -241,7 +241,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         self.num_generations = args.num_generations  # = G in the paper
         self.beta = args.beta
         self.policy = Policy(
-            pipeline_policy, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
+            recording_pipeline, self.accelerator, args.guidance_scale, args.offload_embeddings, args.embeddings_dir
         )
         scorers = {
             rewards: RewardScorer(rewards, self.accelerator, models) for rewards, models in reward_models.items()
@@ -265,7 +265,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
         is_full = adapter is None
         is_deepspeed = args.deepspeed_plugin is not None
-        check_quantization(args.quantization, is_full, places_weights(args), args.compile_repeated_blocks)
+        check_quantization(args.quantization, is_full, shards_weights(args), args.compile_repeated_blocks)
         # DeepSpeed keeps float32 masters; without it trained weights are float32 themselves
         transformer_dtype = torch.float32 if is_full and not is_deepspeed else None
         init = args.model_init_kwargs or {}
@@ -277,7 +277,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         has_weights = not is_buildable(model, init, family)
         dtypes = {"default": torch.float32}  # that of configs
         pipeline = load() if has_weights else load_without_weights(str(model), dtypes, encodes=False, **init)
-        family = family_of(pipeline) if family is None else family
+        family = get_family(pipeline) if family is None else family
         self._check_family(family)
         self._check_pipeline(pipeline, family, args, is_full, eval_rows)
         if not has_weights:
@@ -300,7 +300,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     ) -> None:
         """Check prompts and settings against the pipeline, which may have no weights yet."""
         quantization = describe_quantization(pipeline.transformer)
-        check_quantization(quantization, is_full, places_weights(args), args.compile_repeated_blocks)
+        check_quantization(quantization, is_full, shards_weights(args), args.compile_repeated_blocks)
         if args.ddp_find_unused_parameters is None:
             # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
             has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
@@ -338,13 +338,13 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         self._base_model_source = source and str(source)  # may be a Path
         if args.push_to_hub:
-            self._prepare_hub(args)
+            self._init_pusher(args)
 
     def _add_callbacks(self) -> None:
         if self.args.ema_decay is not None:
             self.add_callback(AverageCallback(self))
         # After the averages, which an evaluation at the start uses
-        self.add_callback(RunCallback(on_train_begin=self._begin_run))
+        self.add_callback(FunctionCallback(on_train_begin=self._begin_run))
         use_console(self)
         self.add_callback(CurvesCallback(self.args.plot_curves))
         self.add_callback(ImageStatisticsCallback())
@@ -360,7 +360,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     @property
     def zero_stage(self) -> int:
         """Stage of the DeepSpeed engine; 0 without one, and before `train()` creates it."""
-        return zero_stage_of(self.accelerator, self.model, self.model_wrapped)
+        return get_zero_stage(self.accelerator, self.model, self.model_wrapped)
 
     @property
     def ema(self) -> EMA | None:
@@ -505,11 +505,11 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _encode(self, training_round: TrainingRound, batches: list[Batch] | None = None) -> EncodedRows:
         """Return the encoded rows of this process's batches, by default all; encode the next rounds' ahead of time."""
         index, scale = training_round.index, self.args.resolution_scale
-        row_numbers = training_round.row_numbers_of(batches or training_round.local_batches)
+        row_indices = training_round.row_indices_of(batches or training_round.local_batches)
         following = map(self._plan_round, range(index + 1, min(index + ROUNDS_AHEAD, self._num_rounds)))
-        ahead = itertools.chain.from_iterable(later.row_numbers_of(later.local_batches) for later in following)
-        self.policy.encoder.encode(self.train_rows, row_numbers, scale, ahead)
-        return self.policy.encoder.fetch(training_round, row_numbers, scale)
+        ahead = itertools.chain.from_iterable(later.row_indices_of(later.local_batches) for later in following)
+        self.policy.encoder.encode(self.train_rows, row_indices, scale, ahead)
+        return self.policy.encoder.fetch(training_round, row_indices, scale)
 
     def _generate_and_score_completions(self, index: int) -> TrainingRound:
         """Generate and score a round, and compare its completions: each sample gets an advantage and a weight."""
@@ -576,7 +576,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         } | training_round.metrics
         return scoring.scores
 
-    def _generating(self, training_round: TrainingRound) -> AbstractContextManager[Recording]:
+    def _generating(self, training_round: TrainingRound) -> AbstractContextManager[RecordingOptions]:
         """Place the weights that generate a round, and yield what to record."""
         raise NotImplementedError
 
@@ -596,28 +596,28 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         """Replace groups that teach nothing, generate and score the new ones, and return their number."""
         started = time.perf_counter()
         num_resampled = 0
-        unused_row_numbers = self.schedule.other_row_numbers(training_round.index)
+        unused_row_indices = self.schedule.other_row_indices(training_round.index)
         for _ in range(self.args.max_resample_times):
             # A group that lacks rewards stays: failures are counted, and may stop the run
             is_missing = torch.isnan(scores.rewards[:, self.rewards.excludes_if_missing])
-            is_missing = is_missing.view(len(training_round.row_numbers), -1).any(dim=1)  # (groups,)
+            is_missing = is_missing.view(len(training_round.row_indices), -1).any(dim=1)  # (groups,)
             is_informative = self._is_informative(self.rewards.total(scores.rewards, self.num_generations))
             groups = (~is_informative & ~is_missing).nonzero().flatten().tolist()
-            replaced = training_round.replace_groups(groups, unused_row_numbers)
+            replaced = training_round.replace_groups(groups, unused_row_indices)
             if not replaced:
                 break
             num_resampled += len(replaced)
             new_scores = self._roll_out(training_round, training_round.batches_of(replaced))
             completions = [completion for completion in training_round.completions if completion.group in replaced]
-            scores.replace([completion.number for completion in completions], new_scores)
+            scores.replace([completion.index for completion in completions], new_scores)
         training_round.metrics["time/resample"] = time.perf_counter() - started
         return num_resampled
 
     @property
-    def _divided_engine(self) -> nn.Module | None:
+    def _sharded_engine(self) -> nn.Module | None:
         """The model of ZeRO-3 or FSDP2 whose weights are gathered for generation."""
-        is_divided = self._is_zero3 or self.is_fsdp_enabled
-        return self.model_wrapped if is_divided and self.args.ds3_gather_for_generation else None
+        is_sharded = self._is_zero3 or self.is_fsdp_enabled
+        return self.model_wrapped if is_sharded and self.args.ds3_gather_for_generation else None
 
     def _call_event(self, event: str, **values: Any) -> None:
         """Call an event of this package in the callbacks that have it."""
@@ -745,7 +745,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
     def _trained_model(self) -> TrainedModel:
         average = self.ema.average if self.ema else None
         is_resumed = self.resumed_from is not None
-        return TrainedModel(self.model, average, self.zero_stage, self._divided_engine, self.state, is_resumed)
+        return TrainedModel(self.model, average, self.zero_stage, self._sharded_engine, self.state, is_resumed)
 
     # ---- Checkpoints ----
 
@@ -832,7 +832,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         average by name. `card_fields` are passed to `create_model_card`.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
-        self._refuse_foreign(folder)
+        self._check_output_files(folder)
         keep = self.args.should_save
         if self.ema is not None and use_ema:
             weights = self.ema.state_dict(keep)
@@ -841,7 +841,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         if keep:
             self._save_trained(weights, folder, use_ema, **card_fields)
         if self.args.push_to_hub and not _internal_call:
-            self._push_saved(folder)
+            self._push_model(folder)
 
     def _save_trained(
         self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True, **card_fields
@@ -862,7 +862,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         args = self.args
         family = self.family
         rows = self.train_rows
-        first = [rows.image_prompts[prompt_number].prompt for prompt_number in rows.prompt_numbers[0]]
+        first = [rows.image_prompts[prompt_index].prompt for prompt_index in rows.prompt_indices[0]]
         step = self._card_step
         history = [entry for entry in self.state.log_history if entry["step"] <= step]
         # A pipeline that was built in memory has no name
@@ -876,7 +876,7 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
         pictures = self._pictures(use_ema)
         return ImageModelCard(
             **self._card_fields(base_model, step=step, **fields),
-            lora=lora_of(self.model, self.trained_from, self.quantization),
+            lora=describe_lora(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
             formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],
             family=type(family).__name__,
@@ -894,5 +894,5 @@ class RoundTrainer(ResumesExactly, GRPOTrainer):
             rewards=reward_rows(history, *rewards),
             evaluations=evaluations,
             pictures=sorted(pictures),
-            gallery=gallery_of(pictures),
+            gallery=read_gallery_prompts(pictures),
         )

@@ -30,7 +30,7 @@ class OptionError(ValueError):
         self.remedies = tuple(remedies)
 
 
-def refuse(errors: Iterable[OptionError]) -> None:
+def raise_errors(errors: Iterable[OptionError]) -> None:
     """Raise the error if there is one; several are raised as one error with a line for each."""
     errors = [*errors]
     messages = list(dict.fromkeys(map(str, errors)))
@@ -42,7 +42,7 @@ def refuse(errors: Iterable[OptionError]) -> None:
         raise errors[0]
 
 
-def errors_of(
+def collect_errors(
     check: Callable[..., Any], *arguments: Any, options: Iterable[str] = (), **named: Any
 ) -> Iterator[OptionError]:
     """Yield the error that a check raises; `options` are the options it concerns, unless the error names its own."""
@@ -54,7 +54,7 @@ def errors_of(
         yield OptionError(str(error), *options)
 
 
-def is_message_enough(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """
     Tell whether the message of an error is enough: this package raised it, or the machine caused it, and the user has
     not asked for tracebacks.
@@ -64,8 +64,8 @@ def is_message_enough(error: BaseException) -> bool:
     if isinstance(error, OptionError | OSError | yaml.YAMLError) or type(error).__name__ in _MACHINE_ERRORS:
         return True
     if _is_own(error):  # such as a `RewardError`, which a reward's own error caused
-        return error.__cause__ is None or is_message_enough(error.__cause__)
-    return is_raised_here(error)
+        return error.__cause__ is None or is_user_error(error.__cause__)
+    return is_raised_by_package(error)
 
 
 def frames_of_cause(error: BaseException) -> str | None:
@@ -86,7 +86,7 @@ def _is_own(error: BaseException) -> bool:
     return type(error).__module__.startswith("paco_trl.")
 
 
-def is_raised_here(error: BaseException) -> bool:
+def is_raised_by_package(error: BaseException) -> bool:
     """Tell whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
     if _is_own(error):
         return True

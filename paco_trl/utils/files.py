@@ -45,7 +45,7 @@ def file_on_path(folder: str | Path) -> Path | None:
     return next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None)
 
 
-def open_weights(paths: Iterable[Path]) -> None:
+def apply_umask(paths: Iterable[Path]) -> None:
     """Give files of weights the permissions that the umask allows: safetensors lets the owner alone read them."""
     mask = os.umask(0o077)
     os.umask(mask)
@@ -74,7 +74,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
     with scratch_folder(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as staged:
         yield staged
-        open_weights(staged.rglob("*"))
+        apply_umask(staged.rglob("*"))
         os.replace(staged, folder)
 
 

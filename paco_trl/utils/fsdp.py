@@ -22,12 +22,12 @@ def activate_on_cpu(args: TrainingArguments) -> None:
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
 
 
-def places_weights(args: TrainingArguments) -> bool:
+def shards_weights(args: TrainingArguments) -> bool:
     """Return whether DeepSpeed or FSDP places the weights, when training begins."""
     return args.deepspeed_plugin is not None or uses_fsdp()
 
 
-def prepare_dividing(accelerator: Accelerator, transformer: nn.Module) -> None:
+def prepare_sharding(accelerator: Accelerator, transformer: nn.Module) -> None:
     """Let FSDP divide a transformer block by block, and compute as DDP does: autocast casts within the layers."""
     plugin = accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None and getattr(transformer, "_no_split_modules", None) is None:
@@ -72,7 +72,7 @@ def model_class(model: nn.Module) -> type:
 # ---- Tensors ----
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a tensor, a view; all of a tensor that is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -82,7 +82,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_parts(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def unshard_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Gather a tensor that is divided `like` another. Collective: call on all ranks."""
     if not isinstance(like, DTensor):
         return local
@@ -90,8 +90,8 @@ def gather_parts(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local.to(like.device), *where, shape=like.shape, stride=like.stride()).full_tensor()
 
 
-def divide(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Divide a tensor `like` another, the inverse of [`gather_parts`], without communication."""
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Divide a tensor `like` another, the inverse of [`unshard_like`], without communication."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -112,6 +112,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         moments = state["state"].get(index, {})
         # A step has no dimension; all else has the parameter's
         moments |= {
-            name: divide(value, parameter) for name, value in moments.items() if value.shape == parameter.shape
+            name: shard_like(value, parameter) for name, value in moments.items() if value.shape == parameter.shape
         }
     optimizer.load_state_dict(state)

@@ -16,7 +16,7 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
-from .errors import OptionError, errors_of
+from .errors import OptionError, collect_errors
 from .round_sizes import RoundSizes, round_divisors, round_sizes
 from .stopping import NOT_ON_WINDOWS
 
@@ -125,7 +125,7 @@ _MAY_BE_INFINITE = (
 )  # fmt: skip
 
 
-def image_errors(
+def grpo_config_errors(
     config: Any,
     defaults: Mapping[str, Any],
     unsupported: Collection[str],
@@ -164,7 +164,7 @@ def image_errors(
     yield from _out_of_range(args, defaults, whole, _RANGES + (_NFT_RANGES if is_nft else ()))
     yield from _common_errors(args)
     yield from _round_errors(args)
-    yield from errors_of(check_panel_options, args.panel_template, args.panel_generation)
+    yield from collect_errors(check_panel_options, args.panel_template, args.panel_generation)
     if args.set_layout == "grid" and args.panel_generation != defaults["panel_generation"]:
         yield OptionError(
             f"`panel_generation` is {args.panel_generation!r}, but `set_layout` is 'grid'. Unset it.",
@@ -207,7 +207,7 @@ def size_errors(options: Any) -> Iterator[OptionError]:
     num_processes = os.environ.get("WORLD_SIZE") or getattr(options, "num_processes", None) or launched
     if num_processes is not None:
         divisors = round_divisors(options, int(num_processes))
-        yield from errors_of(lambda: round_sizes(RoundSizes.of(options), **divisors))
+        yield from collect_errors(lambda: round_sizes(RoundSizes.of(options), **divisors))
 
 
 def _round_errors(args: SimpleNamespace) -> Iterator[OptionError]:
@@ -268,7 +268,7 @@ def _times_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         yield OptionError(message, "num_noise_levels", "num_inference_steps")
 
 
-def judge_errors(
+def reward_config_errors(
     config: Any, defaults: Mapping[str, Any], unsupported: Collection[str], whole: Collection[str] = ()
 ) -> Iterator[OptionError]:
     """Check the values of PaCoRewardConfig."""
@@ -301,7 +301,7 @@ def check_panel_options(panel_template: str, panel_generation: str) -> None:
         raise OptionError(message, "panel_generation")
 
 
-def check_quantization(quantization: str | None, is_full: bool, is_divided: bool, is_compiled: bool) -> None:
+def check_quantization(quantization: str | None, is_full: bool, is_sharded: bool, is_compiled: bool) -> None:
     """Refuse a quantized transformer, by option or description, that cannot be trained in the requested way."""
     is_bitsandbytes = (quantization or "").endswith(("nf4", "bitsandbytes"))
     reasons = {}
@@ -309,7 +309,7 @@ def check_quantization(quantization: str | None, is_full: bool, is_divided: bool
         reasons["use_peft"] = (
             "without a `peft_config` its own weights are trained, which get no gradients. Train an adapter"
         )
-    if is_divided:
+    if is_sharded:
         reasons["deepspeed"] = (
             "DeepSpeed and FSDP are supported for unquantized weights only. Use `multi_gpu.yaml` (DDP)"
         )

@@ -43,7 +43,7 @@ def round_divisors(options: Any, num_processes: int) -> dict[str, int]:
         "num_generations": options.num_generations,
         "batch_size": batch_size,
         "num_trained_steps": trained_steps(options),
-        "num_merged_batches": (options.per_device_rollout_batch_size or 0) // batch_size or 1,
+        "micro_batches_per_rollout_batch": (options.per_device_rollout_batch_size or 0) // batch_size or 1,
     }
 
 
@@ -54,7 +54,7 @@ def round_sizes(
     num_generations: int,
     batch_size: int,
     num_trained_steps: int,
-    num_merged_batches: int = 1,
+    micro_batches_per_rollout_batch: int = 1,
 ) -> tuple[int, int]:
     """
     Return the prompts and the optimizer steps of a round from the sizes that are set: 42 prompts, rounded up to full
@@ -74,7 +74,7 @@ def round_sizes(
     if not images:
         images = Fraction((requested.steps_per_generation or 0) * parallel, num_trained_steps)
     # A multiple of this is full groups, and a full batch of generation on each process for each optimizer step
-    batch = parallel * num_merged_batches
+    batch = parallel * micro_batches_per_rollout_batch
     unit = math.lcm(num_generations, int(per_step) if per_step and per_step % batch == 0 else batch * int(steps))
     if not images:
         images = (
@@ -93,7 +93,11 @@ def round_sizes(
         below = int(images // unit * unit)
         above = int(-(-images // unit) * unit)
         nearest = " or ".join(str(count // num_generations) for count in dict.fromkeys((below, above)) if count)
-        rollout = f" generated in batches of {num_merged_batches} micro-batches," if num_merged_batches > 1 else ""
+        rollout = (
+            f" generated in batches of {micro_batches_per_rollout_batch} micro-batches,"
+            if micro_batches_per_rollout_batch > 1
+            else ""
+        )
         # Options of a file give way to those that are typed in this order, the number of prompts last
         batches = ("per_device_rollout_batch_size", "per_device_train_batch_size", "num_generations")
         raise OptionError(

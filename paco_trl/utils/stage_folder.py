@@ -13,7 +13,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from .files import read_record, scratch_folder, write_atomically
 from .journals import Journal
-from .text import differences, some_of
+from .text import differences, join_first
 
 
 _SETTINGS = "settings.json"
@@ -66,7 +66,7 @@ class StageFolder:
         settings = json.loads(json.dumps(settings))
         begun = self.settings
         if files and not begun.keys() & settings.keys():
-            raise self._foreign(some_of(files), _SETTINGS)
+            raise self._foreign(join_first(files), _SETTINGS)
         # Without another file, the first attempt ended in an error, without a result
         if files in ([], [_SETTINGS]):
             self._write(_SETTINGS, settings)

@@ -51,18 +51,18 @@ def bootstrap_interval(
     if len(defined) == 0:
         raise ValueError(f"None of the {len(values)} `values` is a number, so they have no mean and no interval.")
 
-    stratum_numbers = np.zeros(len(defined), dtype=int)
+    strata_indices = np.zeros(len(defined), dtype=int)
     group_numbers = np.arange(len(defined))
     if groups is not None:
         group_numbers, _ = pd.factorize(pd.Series(groups, dtype=object)[defined], use_na_sentinel=False)
     if strata is not None:
-        stratum_numbers, _ = pd.factorize(pd.Series(strata, dtype=object)[defined], use_na_sentinel=False)
-    shape = (stratum_numbers.max() + 1, group_numbers.max() + 1)
+        strata_indices, _ = pd.factorize(pd.Series(strata, dtype=object)[defined], use_na_sentinel=False)
+    shape = (strata_indices.max() + 1, group_numbers.max() + 1)
     if shape[1] == 1:
         return math.nan, math.nan
     sums, counts = np.zeros(shape), np.zeros(shape)  # (strata, groups)
-    np.add.at(sums, (stratum_numbers, group_numbers), values[defined])
-    np.add.at(counts, (stratum_numbers, group_numbers), 1)
+    np.add.at(sums, (strata_indices, group_numbers), values[defined])
+    np.add.at(counts, (strata_indices, group_numbers), 1)
 
     sums = np.concatenate([sums, counts])  # (2 * strata, groups)
     return bootstrap_sums(sums, lambda totals: mean_of_strata(totals)[0], confidence_level, n_resamples, seed)

@@ -31,7 +31,7 @@ _received, _since = 0, 0.0
 _is_deferred = False
 
 
-class Stopped(SystemExit):
+class StopRequested(SystemExit):
     """A signal ends the process; `by_all` if all processes have agreed to stop."""
 
     def __init__(self, number: int, by_all: bool = False):
@@ -49,7 +49,7 @@ def _handle(number: int, frame) -> None:
         _received = number
         _since = time.monotonic()
         if not _is_deferred:
-            raise Stopped(number)
+            raise StopRequested(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             # At once, since a step may take minutes
             os.write(
@@ -64,7 +64,7 @@ def _handle(number: int, frame) -> None:
 
 @contextmanager
 def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
-    """Raise `Stopped` at a signal, or after `defer_stop` when the processes agree; a second one ends the process."""
+    """Raise `StopRequested` at a signal, or after `defer_stop_signals` when the processes agree; a second one ends the process."""
     global _received, _is_deferred
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield
@@ -76,14 +76,14 @@ def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
     try:
         yield
         if _received:  # after the last exchange
-            raise Stopped(_received)
+            raise StopRequested(_received)
     finally:
         _received, _is_deferred = 0, False
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def defer_stop() -> None:
+def defer_stop_signals() -> None:
     """Only remember a signal, for `agree`, until `stop_signals` ends."""
     global _is_deferred
     _is_deferred = True

@@ -59,15 +59,15 @@ def is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into words, ignoring case, punctuation, whitespace, and forms of characters."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return _WORD.findall("".join(" " if unicodedata.category(char).startswith("P") else char for char in text))
 
 
 def normalized(text: str) -> str:
-    """Return a key that is equal for equivalent texts: their words, see [`words_of`]."""
-    return " ".join(words_of(text))
+    """Return a key that is equal for equivalent texts: their words, see [`split_words`]."""
+    return " ".join(split_words(text))
 
 
 def shorten(value: Any) -> str:
@@ -82,7 +82,7 @@ def shorten_path(path: Any) -> str:
     return text if len(text) <= 255 else f"{text[:97]}..."
 
 
-def some_of(names: Sequence[str]) -> str:
+def join_first(names: Sequence[str]) -> str:
     """Join at most ten names."""
     return f"{', '.join(names[:10])}{', ...' * (len(names) > 10)}"
 

@@ -149,7 +149,7 @@ REWARDS = [
     *_mutants(
         "rewards/paco_reward.py",
         f"{_JUDGE}TestImagesOfACall {_JUDGE}TestExplain {_JUDGE}TestTemplates {_JUDGE}TestBadInput",
-        ("if last_use[key] > batch_number}", "if last_use[key] >= batch_number}"),
+        ("if last_use[key] > batch_index}", "if last_use[key] >= batch_index}"),
         ("if position >= len(keys) and pixels >= pixel_budget:", "if position >= len(keys):"),
         ("do_sample=False, repetition_penalty=1.0", "repetition_penalty=1.0"),
         ('"add_special_tokens": False,', '"add_special_tokens": True,'),
@@ -339,7 +339,7 @@ TRAINING = [
         "test_checkpoints.py::test_a_checkpoint_is_no_output_directory test_checkpoints.py::test_a_saved_model_without_checkpoints",
         ('if read_run(output_dir).get("files"):', "if False:"),
         ('if read_run(output_dir).get("files"):', "if read_run(output_dir):"),
-        (" and all(map(incomplete_files, checkpoints_of(output_dir))):", " and not checkpoints_of(output_dir):"),
+        (" and all(map(incomplete_files, list_checkpoints(output_dir))):", " and not list_checkpoints(output_dir):"),
     ),
     *_mutants(
         "checkpointing/checkpoints.py",
@@ -436,7 +436,7 @@ TRAINING = [
         f"{_PUSHING}TestChecks::test_a_trainer_asked_to_push_in_private test_hub_training.py::TestPushAndPull "
         "test_hub_training.py::test_said_before_a_model_is_loaded test_hub_training.py::test_down_at_the_start",
         ("private = private if private is not None else args.hub_private_repo", "private = args.hub_private_repo"),
-        ("        if private:\n            find_repository", "        if False:\n            find_repository"),
+        ("        if private:\n            check_repo", "        if False:\n            check_repo"),
         (
             '"revision": args.hub_revision, "private": private}',
             '"revision": args.hub_revision, "private": known.get("private")}',
@@ -511,7 +511,7 @@ HUB = [
     *_mutants(
         "trainer/publishing.py",
         "test_ownership.py::TestSaving",
-        ("        self._refuse_foreign(self.args.output_dir)\n", ""),
+        ("        self._check_output_files(self.args.output_dir)\n", ""),
         ("foreign_files(folder, self.published_files) if self", 'foreign_files(folder, ["README.md"]) if self'),
     ),
     *_mutants(
@@ -535,10 +535,10 @@ HUB = [
     *_mutants(
         "trainer/resuming.py",
         "test_ownership.py::TestStart",
-        ("            begin_output_dir(self.args.output_dir)\n", "            pass\n"),
+        ("            mark_output_dir(self.args.output_dir)\n", "            pass\n"),
         (
-            "        if not args.overwrite_output_dir:\n            check_rerun",
-            "        if False:\n            check_rerun",
+            "        if not args.overwrite_output_dir:\n            check_no_checkpoints",
+            "        if False:\n            check_no_checkpoints",
         ),
         ("        check_output_dir(args.output_dir, self.published_files)\n", ""),
     ),
@@ -553,8 +553,8 @@ HUB = [
         "test_push_command.py::TestCommand",
         ("    if card is None:", "    if False:"),
         (
-            "text = card_for(card, repo_id, readme.read_text",
-            "text = (lambda *all: all[2])(card, repo_id, readme.read_text",
+            "replace_repo_id(card, repo_id, readme.read_text",
+            "(lambda *all: all[2])(card, repo_id, readme.read_text",
         ),
     ),
     *_mutants(
@@ -649,7 +649,7 @@ DATA = [
         ("[names.index(name) for name in order]", "[order.index(name) for name in names]"),
         ('row["ranking"][-num_negatives:]', 'row["ranking"][:num_negatives]'),
         ("sorted(ranking) == list(range(count))", "set(ranking) <= set(range(count))"),
-        ("questions[row_number], decision)", "questions[rows[0]], decision)"),
+        ("questions[row_index], decision)", "questions[rows[0]], decision)"),
         ("if counts.min() < num_positives + num_negatives:", "if counts.min() < max(num_positives, num_negatives):"),
         ("counts[prefix] = counts.get(prefix, -1) + 1", "counts[prefix] = 0"),
     ),
@@ -702,7 +702,7 @@ DATA = [
         "test_dataset_files.py::TestPairs test_pairs.py::TestLoadPacoDataset test_pairs.py::TestValidatePairs",
         ("if _PLACEHOLDER in question or not question:", "if not question:"),
         ('_ROLES.get(turn.get("from") or turn.get("role"))', '_ROLES.get(turn.get("role"))'),
-        ("rows.append(row_number)", "rows.append(0)"),
+        ("rows.append(row_index)", "rows.append(0)"),
         ("            check_sides(*rgb_image.size, patch_size)\n", "            pass\n"),
     ),
     *_mutants(
@@ -850,7 +850,7 @@ EVALUATION = [
         ("/ present.sum(axis=1)", "/ present.shape[1]"),
         ("    rng = np.random.default_rng(seed)\n", "    rng = np.random.default_rng(0)\n"),
         ("if shape[1] == 1:", "if False:"),
-        ("(stratum_numbers, group_numbers), 1)", "(stratum_numbers, group_numbers), 2)"),
+        ("(strata_indices, group_numbers), 1)", "(strata_indices, group_numbers), 2)"),
         ("    if groups is not None:\n        group_numbers", "    if False:\n        group_numbers"),
     ),
 ]
@@ -879,7 +879,7 @@ BENCHMARKS = [
         ('WEIGHTS["consistency"] / 3)', 'WEIGHTS["consistency"])'),
     ),
     *_mutants(
-        "image_benchmarks/t2is_figures.py",
+        "image_benchmarks/t2is_results.py",
         "test_t2is_bench.py::TestPlantedSets",
         ("panels * (panels - 1) // 2, protocol)", "panels * (panels - 1), protocol)"),
         ('missing_value = math.nan if protocol == "published" else 0.0', "missing_value = math.nan"),
@@ -1001,7 +1001,7 @@ DATASET_BUILDING = [
         ("private: bool = True,\n    license", "private: bool = False,\n    license"),
         ("    _check_held_out(splits_by_name, digests)\n", ""),
         ('("images", digests[train] & digests[name])', '("images", set())'),
-        ('find_repository(api, repo_id, private, "dataset")', 'find_repository(api, repo_id, None, "dataset")'),
+        ('check_repo(api, repo_id, private, "dataset")', 'check_repo(api, repo_id, None, "dataset")'),
         ("    if other_files := sorted(", "    if False and sorted("),
         ("        hf_raise_for_status(get_session()", "        (get_session()"),
         ('            old_card.text = ""\n', ""),
@@ -1069,7 +1069,7 @@ DATASET_BUILDING = [
         "utils/errors.py",
         "test_command_line.py::TestErrors",
         ('"0") != "0"', '"0") == "0"'),
-        ("return error.__cause__ is None or is_message_enough(error.__cause__)", "return True"),
+        ("return error.__cause__ is None or is_user_error(error.__cause__)", "return True"),
         ("not frames[-1].filename.startswith(_PACKAGE)", "False"),
         ("return line[frames[-1].colno :].startswith", "return line.strip().startswith"),
     ),
@@ -1127,7 +1127,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/planned_pipeline.py",
         "test_memory_plan.py::test_the_longest_prompt_is_that_of_an_image",
-        ("len(prompt.prompt))", "len(rows.prompts[prompt.row_number]))"),
+        ("len(prompt.prompt))", "len(rows.prompts[prompt.row_index]))"),
     ),
     *_mutants(
         "planning/image_run.py",

@@ -47,8 +47,8 @@ def main(model: str, output: Path) -> None:
     assert {parameter.device for parameter in trainer.model.parameters()} == {device}
     assert found == {device}, found
     assert rank == 0 or torch.cuda.memory_reserved(0) == 0  # nothing was ever allocated where the other one computes
-    is_divided = [isinstance(parameter, DTensor) for parameter in trained_parameters(trainer.model).values()]
-    assert is_divided and set(is_divided) == {os.environ.get("ACCELERATE_USE_FSDP") == "true"}
+    is_sharded = [isinstance(parameter, DTensor) for parameter in trained_parameters(trainer.model).values()]
+    assert is_sharded and set(is_sharded) == {os.environ.get("ACCELERATE_USE_FSDP") == "true"}
     save_file(gather_weights(trainer.model, local_weights(trainer.model, 0), 0), output / f"rank-{rank}.safetensors")
 
 

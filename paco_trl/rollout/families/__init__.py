@@ -32,7 +32,7 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
-def family_of(pipeline) -> Family:
+def get_family(pipeline) -> Family:
     """
     Return the family of a pipeline.
 

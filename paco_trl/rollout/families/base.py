@@ -36,12 +36,12 @@ class Family(ABC):
     """Names of the pipeline's components that only [`encode_prompt`] uses. They leave the accelerator after it."""
 
     max_calls: int = 1
-    """Calls of the transformer in a step: 2 where true guidance makes one for each prediction."""
+    """Calls of the transformer in a step: 2 where true CFG makes one for each prediction."""
 
-    max_images: int = 0
+    max_source_images: int = 0
     """Maximum number of source images of a prompt; 0 for text-to-image pipelines."""
 
-    needs_images: bool = False
+    requires_source_image: bool = False
     """Whether the pipeline requires a source image."""
 
     batches_sources: bool = False
@@ -50,7 +50,7 @@ class Family(ABC):
     prompt_sees_images: bool = False
     """Whether the text encoder sees the source images. A prompt is then encoded once with each of them."""
 
-    has_fixed_length: bool = True
+    has_fixed_prompt_length: bool = True
     """Whether all prompts are encoded to the same length. Only then can a micro-batch have several prompts."""
 
     max_batch_size: int | None = None
@@ -95,7 +95,7 @@ class Family(ABC):
 
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
         """
-        Return the negative prompt for true guidance, or `None` where a step is one conditional prediction.
+        Return the negative prompt for true CFG, or `None` where a step is one conditional prediction.
 
         The default is that of a model with distilled guidance, which has no negative prompt. A setting that the
         pipeline would ignore raises a `ValueError`.
@@ -205,7 +205,7 @@ class Family(ABC):
 
     def branches(self, outputs: list[Any], sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Return the conditional and, with true guidance, the unconditional prediction of a step.
+        Return the conditional and, with true CFG, the unconditional prediction of a step.
 
         The default takes one call for each, over a sequence of the sample's tokens and then those of source images.
         """

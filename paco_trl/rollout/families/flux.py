@@ -28,7 +28,7 @@ class FluxFamily(Family):
 class FluxKontextFamily(FluxFamily):
     """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""
 
-    max_images = 1
+    max_source_images = 1
     batches_sources = True
     # Paper, Part 3; that one reward is not tamed is the published code's
     training_defaults = {

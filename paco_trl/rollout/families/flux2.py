@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.2: dev, with distilled guidance, and klein, with true guidance of two calls. Both also edit images."""
+"""FLUX.2: dev, with distilled guidance, and klein, with true CFG of two calls. Both also edit images."""
 
 import torch
 from PIL import Image
@@ -26,7 +26,7 @@ class Flux2Family(Family):
     lora_target_modules = [*DUAL_STREAM_ATTENTION, "attn.to_qkv_mlp_proj"]
     lora_target_modules += ["ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"]
     text_encoders = ("text_encoder",)
-    max_images = 6  # recommended maximum
+    max_source_images = 6  # recommended maximum
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
@@ -68,7 +68,7 @@ class Flux2KleinFamily(Flux2Family):
     """[`~diffusers.Flux2KleinPipeline`]: FLUX.2-klein, base or distilled."""
 
     max_calls = 2
-    max_images = 4  # documented maximum
+    max_source_images = 4  # documented maximum
     # FLUX.2-klein-base-4B collapsed at 1e-4, and late at 1e-5: https://github.com/X-GenGroup/Flow-Factory/issues/108
     max_stable_epsilon = 1e-5
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongCat-Image, editing with it, and Ovis-Image: the layers and calls of FLUX.1, with true guidance of two calls."""
+"""LongCat-Image, editing with it, and Ovis-Image: the layers and calls of FLUX.1, with true CFG of two calls."""
 
 from contextlib import contextmanager
 
@@ -57,8 +57,8 @@ class LongCatImageFamily(FluxFamily):
 class LongCatImageEditFamily(LongCatImageFamily):
     """[`~diffusers.LongCatImageEditPipeline`]: the edited image has the size at which the source is read."""
 
-    max_images = 1
-    needs_images = True
+    max_source_images = 1
+    requires_source_image = True
     prompt_sees_images = True
     guide = Family.guide
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image: true guidance of two calls, rescaled to the norm of the conditional prediction; editing with it."""
+"""Qwen-Image: true CFG of two calls, rescaled to the norm of the conditional prediction; editing with it."""
 
 import sys
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class QwenImageFamily(Family):
     lora_target_modules = [*DUAL_STREAM_ATTENTION, *feed_forward("img_mlp", "txt_mlp")]
     text_encoders = ("text_encoder",)
     max_calls = 2
-    has_fixed_length = False
+    has_fixed_prompt_length = False
     call_at = staticmethod(packed_call_at)
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
@@ -57,8 +57,8 @@ class QwenImageFamily(Family):
 class QwenImageEditFamily(QwenImageFamily):
     """[`~diffusers.QwenImageEditPipeline`]: its text encoder and its VAE both see the source image."""
 
-    max_images = 1
-    needs_images = True
+    max_source_images = 1
+    requires_source_image = True
     prompt_sees_images = True
     # Paper, Part 3; the negative prompt is that of the model's own examples, and that one reward is not tamed is the
     # published code's
@@ -96,7 +96,7 @@ class QwenImageEditFamily(QwenImageFamily):
 class QwenImageEditPlusFamily(QwenImageEditFamily):
     """[`~diffusers.QwenImageEditPlusPipeline`] (2509 and later): up to three source images."""
 
-    max_images = 3  # number in training, according to the model cards
+    max_source_images = 3  # number in training, according to the model cards
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         seen = []  # always at its own small size

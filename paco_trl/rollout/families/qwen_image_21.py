@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image-2.1: one pipeline for generation and editing, with true guidance of two calls, usually off."""
+"""Qwen-Image-2.1: one pipeline for generation and editing, with true CFG of two calls, usually off."""
 
 from contextlib import contextmanager
 
@@ -14,8 +14,8 @@ class QwenImage21Family(QwenImageEditFamily):
 
     # As the paper's targets for FLUX.1
     lora_target_modules = [*DUAL_STREAM_ATTENTION[:4], "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"]
-    max_images = 3  # as for Qwen-Image-Edit-Plus; the pipeline has no limit
-    needs_images = False
+    max_source_images = 3  # as for Qwen-Image-Edit-Plus; the pipeline has no limit
+    requires_source_image = False
     training_defaults = {}  # it is made for a guidance of 1
     guide = Family.guide
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion 3 and 3.5: true guidance in one call of a doubled batch."""
+"""Stable Diffusion 3 and 3.5: true CFG in one call of a doubled batch."""
 
 import torch
 

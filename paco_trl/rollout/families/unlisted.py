@@ -44,7 +44,7 @@ class UnlistedFamily(Family):
 
     lora_target_modules = ["to_q", "to_k", "to_v", "to_out.0"]  # in most transformers of diffusers
     max_batch_size = 1
-    has_fixed_length = False
+    has_fixed_prompt_length = False
 
     def __init__(self, pipeline):
         self.name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
@@ -80,7 +80,7 @@ class UnlistedFamily(Family):
             f"{', '.join(self.text_encoders)}, sizes are multiples of {self.size_multiple(pipeline)} pixels, and "
             f"adapters are by default on {', '.join(self.lora_target_modules)}. If one of them is wrong, write a "
             f"family class: {GUIDE}.",
-            stacklevel=3,  # where `family_of` is called
+            stacklevel=3,  # where `get_family` is called
         )
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Z-Image: true guidance in one call of a doubled list; the model predicts the negative velocity."""
+"""Z-Image: true CFG in one call of a doubled list; the model predicts the negative velocity."""
 
 import torch
 
@@ -16,7 +16,7 @@ class ZImageFamily(Family):
     # As the paper's targets for FLUX.1
     lora_target_modules = [f"attention.{name}" for name in ATTENTION[:4]] + [f"feed_forward.w{n}" for n in (1, 2, 3)]
     text_encoders = ("text_encoder",)
-    has_fixed_length = False
+    has_fixed_prompt_length = False
 
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         (prompt_embeds,), _ = pipeline.encode_prompt(

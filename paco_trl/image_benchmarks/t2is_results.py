@@ -13,11 +13,11 @@ from . import t2is_bench as bench
 from .image_sets import ImageSet
 from .leakage import leakage_text
 from .score_store import Scores, read_scores
-from .statistics import NOTES, Line, System, Unit, breakdowns, check_systems, system_alerts, table
+from .statistics import NOTES, Line, SampleKey, System, breakdowns, check_systems, system_alerts, table
 
 
 # Metric -> unit -> value, NaN where undefined
-_Metrics = dict[str, dict[Unit, float]]
+_Metrics = dict[str, dict[SampleKey, float]]
 
 
 def t2is_results(
@@ -196,7 +196,7 @@ def _set_scores(
     system: System, metrics: _Metrics, judge_runs: Sequence[Scores], rows: Mapping[str, dict]
 ) -> dict[str, dict[str, float | None]]:
     """Average each metric over the panels or pairs of each set, `None` if undefined or incomplete."""
-    values: dict[Unit, dict[str, list[float]]] = {}
+    values: dict[SampleKey, dict[str, list[float]]] = {}
     for name, unit_values in metrics.items():
         for unit, value in unit_values.items():
             metric_values = values.setdefault(unit[:2], {}).setdefault(name, [])

@@ -176,7 +176,7 @@ class BatchRecorder:
         self._checks.append((~(difference > precision * scale), error_text))
 
 
-class PipelinePolicy:
+class RecordingPipeline:
     """
     Generate images with an unmodified diffusers pipeline and record its stochastic steps.
 
@@ -391,7 +391,7 @@ def split_step(record: Step, parts: int, family: Family) -> list[Step]:
     tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
 
     def select(value: Any, part: int) -> Any:
-        # With true guidance in one call, the entries of one prediction follow those of the other
+        # With true CFG in one call, the entries of one prediction follow those of the other
         pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
         if isinstance(value, list):
             return [entry for piece in pieces for entry in piece]
