@@ -52,8 +52,6 @@ class SampleGenerator:
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
         """Generate images of the prompt, or the first one of a set, with the policy, always from the same noise."""
         samples = self._plan(count).samples[:count]
-        for image, sample in enumerate(samples):
-            sample.noise_key = sample.initial_noise_key = (self.args.seed, image)
 
         def generate(encoded: EncodedRows) -> list[RecordedStep]:
             recording = RecordingOptions(sde)
@@ -94,7 +92,7 @@ class SampleGenerator:
                     **self.family.batch_arguments(inputs.arguments),
                     **self.family.call_arguments(self.height, self.width, self.args.guidance_scale, images),
                     num_inference_steps=self.args.num_inference_steps,
-                    generator=[keyed_generator(self.args.seed, 0, 0)],
+                    generator=[keyed_generator(*self._plan(1).samples[0].initial_noise_key, 0)],
                 )
             return []
 

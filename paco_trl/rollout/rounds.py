@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round: the images that are generated together, on all processes, and what becomes of each."""
+"""A round: the images that all processes generate together, and the completions, batches and groups they belong to."""
 
 import copy
 import functools
@@ -19,6 +19,17 @@ from .prompt_rows import PromptRows
 from .recording_pipeline import split_step
 
 
+@dataclass(frozen=True)
+class RoundRow:
+    """A row of the dataset in a round: what the images generated from it have in common."""
+
+    index: int  # in the dataset
+    prompt_indices: range  # indices of its prompts, one for each panel, among the image prompts of all rows
+    size: tuple[int, int]  # height and width of an image in pixels
+    round_key: tuple[int, int, int]
+    shares_noise: bool  # whether the images of a set begin from the noise of the first
+
+
 @dataclass(eq=False)
 class Sample:
     """
@@ -28,34 +39,50 @@ class Sample:
     of one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation`
     of a group; a grid has one panel here, the whole of it.
 
-    `prompt_index` counts the image prompts of all rows of the dataset. With seed, stream, round and generation it is
-    the key of the image's noise, which depends on nothing else; the initial noise may be that of its set's first
-    image.
+    Prompt, size and noise follow from the row of its completion. The key of the noise has seed, stream, round, prompt
+    and generation, and the noise depends on nothing else.
     """
 
     completion: "Completion"
     panel: int
     is_anchored: bool  # whether it is generated from the first image of its set
-    is_padding: bool = False  # it only fills a batch: it is generated, and neither scored nor trained
-    prompt_index: int = field(init=False)  # index in `rows.image_prompts`
-    size: tuple[int, int] = field(init=False)  # height and width in pixels
-    noise_key: tuple[int, ...] = field(init=False)
-    initial_noise_key: tuple[int, ...] = field(init=False)
+    is_padding: bool = False  # it only pads a batch: it is generated, and neither scored nor trained
     advantage: float = 0.0
     weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
 
     @property
     def row_index(self) -> int:
         """Row index in the dataset."""
-        return self.completion.row_index
+        return self.completion.row.index
 
     @property
     def generation(self) -> int:
-        """Number of its completion in the group."""
+        """Index of its completion in the group."""
         return self.completion.generation
 
+    @property
+    def prompt_index(self) -> int:
+        """Index of its prompt among the image prompts of all rows, `rows.image_prompts`."""
+        return self.completion.row.prompt_indices[self.panel]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.completion.row.size
+
+    @property
+    def noise_key(self) -> tuple[int, ...]:
+        """Key of the noise of its stochastic steps."""
+        return (*self.completion.row.round_key, self.prompt_index, self.generation)
+
+    @property
+    def initial_noise_key(self) -> tuple[int, ...]:
+        """Key of its initial noise: with `shared_noise` that of the first image of its set."""
+        row = self.completion.row
+        return (*row.round_key, row.prompt_indices[0 if row.shares_noise else self.panel], self.generation)
+
     def as_padding(self) -> "Sample":
-        """Return a sample of the same image that only fills a batch."""
+        """Return a sample of the same image that only pads a batch."""
         sample = copy.copy(self)
         sample.is_padding = True
         return sample
@@ -65,13 +92,18 @@ class Sample:
 class Completion:
     """What rewards score: an image, or a set of separate images, side by side."""
 
-    index: int  # row index in the reward table: the groups in order, each with its generations
+    index: int  # row of the reward table: the groups in order, each with its generations
     group: int
     generation: int
-    row_index: int  # row index in the dataset
+    row: RoundRow
     samples: list[Sample] = field(default_factory=list)
-    panels: dict[int, Image.Image] = field(default_factory=dict)  # panel number -> image, until all are here
+    panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are here
     image: Any = None  # PIL, from when it is finished until nothing needs it
+
+    @property
+    def row_index(self) -> int:
+        """Row index in the dataset."""
+        return self.row.index
 
     def add(self, panels: dict[int, Image.Image]) -> bool:
         """Add images by panel; return whether the completion has all of them now, and so its `image`."""
@@ -114,7 +146,10 @@ class Batch:
 
 
 def pad_batches(batches: list[Batch], count: int, padding: Batch) -> list[Batch]:
-    """Add batches that are neither scored nor trained: with ZeRO-3 every process must generate as many."""
+    """
+    Pad with copies that are generated but neither scored nor trained, so that every process makes the same number of
+    forward passes, as ZeRO-3 requires.
+    """
     return batches + [padding.as_padding()] * (count - len(batches))
 
 
@@ -126,15 +161,15 @@ class Round:
         rows (`PromptRows`):
             Rows of the dataset.
         row_indices (`Sequence[int]`):
-            Numbers of the round's rows, one for each group.
+            Indices of the round's rows in the dataset, one for each group.
         num_generations (`int`):
             Completions of a group.
         key (`tuple[int, int, int]`):
-            Seed, stream and number of the round, which every key of noise begins with.
+            Seed, stream and index of the round, which every noise key begins with.
         sizes (`Sequence[tuple[int, int]]`):
             Height and width of the images of each row of the dataset.
         num_prompts (`int`, *optional*):
-            Prompts of a full round. If the rows have fewer, fillers repeat them.
+            Prompts of a full round. If the rows have fewer, their samples are repeated as padding.
     """
 
     def __init__(
@@ -157,30 +192,24 @@ class Round:
         self.batches: list[list[Batch]] = []  # batches of each process
         for group, row_index in enumerate(row_indices):
             first = len(self.completions)
-            completions = [Completion(first + k, group, k, row_index) for k in range(num_generations)]
+            round_row = self._row(row_index)
+            completions = [Completion(first + k, group, k, round_row) for k in range(num_generations)]
             self.completions += completions
             for panel in range(rows.lengths[row_index]):
                 for completion in completions:
-                    sample = Sample(completion, panel, rows.is_anchored and panel > 0)
-                    self._assign(sample)
-                    completion.samples.append(sample)
+                    completion.samples.append(Sample(completion, panel, rows.is_anchored and panel > 0))
                 self.samples += [completion.samples[panel] for completion in completions]
         num_samples = len(self.samples)
         for position in range(num_samples, (num_prompts or 0) * num_generations):
             self.samples.append(self.samples[position % num_samples].as_padding())
 
-    def _assign(self, sample: Sample) -> None:
-        """Give a sample the prompt, size and noise keys that follow from its row."""
-        prompt_indices = self.rows.prompt_indices[sample.row_index]
-        sample.prompt_index = prompt_indices[sample.panel]
-        sample.size = self.sizes[sample.row_index]
-        sample.noise_key = (*self.key, sample.prompt_index, sample.generation)
-        first = prompt_indices[0] if self.rows.shares_noise else sample.prompt_index
-        sample.initial_noise_key = (*self.key, first, sample.generation)
+    def _row(self, row_index: int) -> RoundRow:
+        rows = self.rows
+        return RoundRow(row_index, rows.prompt_indices[row_index], self.sizes[row_index], self.key, rows.shares_noise)
 
     @property
     def row_indices(self) -> list[int]:
-        """Number of the row of each group."""
+        """Row index of each group."""
         return [completion.row_index for completion in self.completions[:: self.num_generations]]
 
     @property
@@ -189,16 +218,14 @@ class Round:
         return any(len(completion.samples) > 1 for completion in self.completions)
 
     def replace(self, group: int, row_index: int) -> None:
-        """Put another row, of the same size and number of images, in the place of a group's."""
+        """Replace the row of a group by another one with images of the same size and number."""
+        row = self._row(row_index)
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
-            completion.row_index = row_index
+            completion.row = row
             completion.image = None
-        for sample in self.samples:  # with those that fill batches
-            if sample.completion.group == group:
-                self._assign(sample)
 
     def row_indices_of(self, batches: list[Batch]) -> list[int]:
-        """Return the distinct row numbers of some batches in order, with the row of the padding batches."""
+        """Return the distinct rows of some batches in order, with the row of the batches that pad them."""
         row_indices = [sample.row_index for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
             row_indices.append(self.samples[0].row_index)
@@ -208,10 +235,11 @@ class Round:
         self, batches: list[Batch], gather: Callable[[list], list]
     ) -> Iterator[tuple[list[Batch], dict[int, Image.Image]]]:
         """
-        Yield the batches that are generated before others, with the images that they are generated from, by set.
+        Yield the batches in the order in which they can be generated, each with the first images it needs, by
+        completion.
 
-        Anchored sets have two phases: their first images, and all others from these. Each process then generates as
-        many batches in either. `gather` gathers a list from all processes.
+        Anchored sets take two phases: all first images, then the images generated from them. Both are padded to the
+        same number of batches on every process. `gather` gathers a list from all processes.
         """
         if not self.rows.is_anchored:
             yield batches, {}
