@@ -277,7 +277,7 @@ class TestEncoding:
             trainer = make(folder, edit, tmp_path / str(tiling), vae_tiling=tiling, guidance_scale=1.0)
             vae, rows, encoder = trainer.pipeline.vae, trainer.train_rows, trainer.policy.encoder
             vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // trainer.pipeline.vae_scale_factor
-            encoder.encode(rows, [0])
+            encoder.prefetch(rows, [0])
             latents += fetch(encoder, rows, [0]).embeddings[0].image_latents
             pixels = trainer.family.image_pixels(trainer.pipeline, fetch(encoder, rows, [0]).source_images(0)[0])
             with torch.no_grad():  # the twin: with tiles they would differ

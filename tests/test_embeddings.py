@@ -145,7 +145,7 @@ class TestDirectory:
     ):
         settings = {**SHORT, "embeddings_dir": str(tmp_path / "embeddings")}
         trainer = make_trainer(**settings)
-        trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
+        trainer.policy.encoder.prefetch(trainer.train_rows, [0, 1])
         first = {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")}
         assert len(first) == 2
         model = str(tiny_flux)
@@ -170,7 +170,7 @@ class TestDirectory:
             pipeline.save_pretrained(model)
         trainer = make_trainer(**settings, model=model)
         encoded = count_images(trainer.pipeline.text_encoder_2)
-        trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
+        trainer.policy.encoder.prefetch(trainer.train_rows, [0, 1])
         assert len(encoded) == 2
         if what == "damage":
             assert {path: path.read_bytes() for path in files_in(tmp_path / "embeddings")} == first
@@ -210,11 +210,11 @@ def test_what_was_fetched_is_freed_with_its_last_reference(make_trainer, is_held
     """Its embeddings are on the accelerator: they must not wait for the garbage collector."""
     trainer = make_trainer()
     policy, rows = trainer.policy, trainer.train_rows
-    policy.encoder.encode(rows, [0])
+    policy.encoder.prefetch(rows, [0])
     round = Round(rows, [0], 1, (0, 3, 0), rows.training_sizes)
     gc.disable()
     try:
-        fetched = policy.encoder.fetch(round, [0])
+        fetched = policy.encoder.encode(round, [0])
         with policy.on_device(), torch.no_grad():
             images = policy.generate(Batch(round.samples), fetched, 2)
         assert len(images) == 1 and fetched.source_images(0) == []

@@ -314,7 +314,7 @@ def new_encoder(policy, case, rows: PromptRows) -> PromptEncoder:
 def encode(policy, case) -> tuple[dict[str, torch.Tensor], list[EncodedImage]]:
     """Prompt and images of a case as the trainer passes them for a batch of two."""
     encoder = new_encoder(policy, case, rows := rows_of([PROMPT], [case.images]))
-    encoder.encode(rows, [0], case.scale)
+    encoder.prefetch(rows, [0], case.scale)
     encoded = fetch(encoder, rows, [0], case.scale).embeddings[0]
     arguments = {
         name: as_float32(tensor).expand(2, *tensor.shape[1:]) for name, tensor in encoded.arguments_on("cpu").items()
@@ -712,7 +712,7 @@ class TestCounts:
         expected, negative = (3, 2) if case.images and case.builder in SEEN_BY_THE_TEXT_ENCODER else (2, 1)
         with counted(text_encoder=text_encoder, vae=vae) as counts:
             for numbers in ([0, 1], [1, 2, 3, 4]):
-                encoder.encode(rows, numbers, 0.125 if case.images else 1.0)
+                encoder.prefetch(rows, numbers, 0.125 if case.images else 1.0)
             assert counts["text_encoder"] == expected + (negative if case.is_guided else 0)
             assert counts["vae"] == 2 * len(case.images)
             encoded = fetch(encoder, rows, [0, 2], 0.125 if case.images else 1.0).embeddings
@@ -774,7 +774,7 @@ class TestSizesOfSources:
         with pytest.raises(ValueError, match=message):
             setup.generate_plain(image=image)
         with pytest.raises(ValueError, match=rf"has {size[0]} x {size[1]} pixels, but FLUX.2"):
-            setup.family.check_image_size(*size)
+            setup.family.check_image_size(*size[::-1])
         separate = {"layout": "separate", "theme": "A fox.", "panels": ["It runs.", "It sleeps."]}
         options = {"height": 96, "width": 96, "resolution_scale": 0.5, "guidance_scale": 1.0, "negative_prompt": None}
         options |= {"set_layout": "separate", "panel_template": "{panel} {theme}"}
@@ -786,9 +786,9 @@ class TestSizesOfSources:
                 if refused
                 else nullcontext()
             ):
-                rows.measure(setup.policy.pipeline, setup.family)
+                rows.resolve_for_pipeline(setup.policy.pipeline, setup.family)
         for taken in ((64, 200), (800, 100)):
-            setup.family.check_image_size(*taken)
+            setup.family.check_image_size(*taken[::-1])
 
     @pytest.mark.parametrize("name", EDITING)
     def test_a_class_that_does_not_pass_the_prepared_source_is_caught(self, setup_of, name, monkeypatch):
@@ -859,7 +859,7 @@ class TestLongCatImageEdit:
         rows = rows_of([PROMPT], [(stripes(width, height, (255, 0, 0)),)])
         rows.args.height = rows.args.width = 1024
         rows.args.resolution_scale = scale
-        rows.measure(setup.policy.pipeline, setup.family)
+        rows.resolve_for_pipeline(setup.policy.pipeline, setup.family)
         prepared = setup.family.prepare_image(setup.policy.pipeline, rows.images(0)[0], scale)
         assert prepared.size[::-1] == rows.training_sizes[0]
         own = pipeline_longcat_image_edit.calculate_dimensions(1024 * 1024, width / height)
@@ -1037,14 +1037,14 @@ class TestTruncation:
         rows = rows_of([PROMPT, " ".join(["cat"] * 600), " ".join(["dog"] * 600)], [images] * 3)
         encoder = new_encoder(setup.policy, setup.case, rows)
         with caplog.at_level(logging.WARNING):
-            encoder.encode(rows, [0], setup.case.scale)
+            encoder.prefetch(rows, [0], setup.case.scale)
             assert "truncated" not in caplog.text
             count = 3 if name == "kontext" else 4  # with the negative prompt, which all rows share
             named = (
                 f"2 of {count} prompts of {rows.where} are longer than {type(setup.policy.pipeline).__name__} reads"
             )
             assert caplog.text.count(named) == 1  # before they are encoded: another process may do that
-            encoder.encode(rows, [1, 2], setup.case.scale)
+            encoder.prefetch(rows, [1, 2], setup.case.scale)
         assert caplog.text.count("are longer than") == 1
         assert caplog.text.count("For 2 of 2 prompts: ") == (name != "longcat")  # CLIP's
         assert "row 1, row 2. Shorten" in caplog.text and "max_sequence_length" not in caplog.text

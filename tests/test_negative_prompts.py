@@ -194,7 +194,7 @@ def test_sets_of_separate_images_have_that_of_their_row(pipeline, tmp_path):
     panels = [["It sits.", "It runs."], ["It eats.", "It sleeps."]]
     sets = rows(NEGATIVES, layout=["separate"] * 2, theme=["A cat.", "A dog."], panels=panels)
     trainer = make(copy.deepcopy(pipeline), sets, tmp_path, num_prompts_per_generation=4)
-    trainer.policy.encoder.encode(trainer.train_rows, [0, 1])
+    trainer.policy.encoder.prefetch(trainer.train_rows, [0, 1])
     encoded = fetch(trainer.policy.encoder, trainer.train_rows, [0, 1]).embeddings
     assert encoded[0].negative_prompt is encoded[1].negative_prompt
     assert encoded[2].negative_prompt is encoded[3].negative_prompt is not encoded[0].negative_prompt

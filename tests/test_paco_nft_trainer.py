@@ -193,7 +193,7 @@ class TestOldPolicy:
             assert not torch.equal(velocity_with(trainer, step, others), step.rollout_velocity)
         # The images themselves, made again
         batch, images = trainer.round.micro_batches[0], images_of(step)
-        encoded = trainer.policy.encoder.fetch(trainer.round, trainer.round.row_indices_of([batch]))
+        encoded = trainer.policy.encoder.encode(trainer.round, trainer.round.row_indices_of([batch]))
         for weights, is_it in ((record.averages["old_policy"][2], True), (record.weights[2], False)):
             with use_weights(trainer.model, weights, 0), trainer.policy.on_device():
                 trainer.policy.generate(

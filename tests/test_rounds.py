@@ -13,8 +13,8 @@ from datasets import Dataset
 
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
-from paco_trl.trainer.round_plan import RoundPlan
 from paco_trl.trainer.round_schedule import RoundSchedule, TrainingRound
+from paco_trl.trainer.schedule.plan import RoundPlan
 from paco_trl.utils.round_sizes import RoundSizes, round_sizes
 from testing_utils import are_equal, entries_of, weights_of
 
@@ -133,7 +133,7 @@ def test_a_small_dataset_is_a_smaller_round(make_trainer, prompts, tmp_path, cap
     (said,) = [message for message in caplog.messages if "fewer than the 42" in message]
     assert said.startswith("The dataset has ")  # no `[RANK 0]` of accelerate's
     # 3 x 4 images are no two steps of batches of 4
-    assert "2 prompts x 4 generations = 8 images" in said and trainer.round_plan.num_prompts == 2
+    assert "2 prompts x 4 generations = 8 images" in said and trainer.schedule.plan.num_prompts == 2
     assert trainer.args.gradient_accumulation_steps == 1
     trainer.train()
     resumed = make_trainer(train_dataset=rows, num_prompts_per_generation=None, max_steps=3)
@@ -185,7 +185,7 @@ class TestWeigh:
         expected = {0: [[1 / 6, 0], [1 / 4, 1 / 4]], 1: [[1 / 6, 1 / 6], [0, 0]]}
         for process, weights in expected.items():
             trained, numbers = round(process)
-            trained.weigh(advantages, is_valid, None)
+            trained.assign_advantages(advantages, is_valid, None)
             assert [entry["step"] for entry in entries_of(trained)] == ["first", "second", "third", "fourth"]
             for position, entry in enumerate(entries_of(trained)):
                 assert entry["weights"].tolist() == pytest.approx(weights[position // 2])

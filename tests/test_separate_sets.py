@@ -403,7 +403,7 @@ class TestAnchored:
     def test_what_makes_up_the_numbers_finishes_nothing(self, make, with_another):
         trainer = make(train_dataset=sets(1, 2, 3, 2, 3, 2))
         rows = trainer.train_rows
-        trainer.policy.encoder.encode(rows, [0, 1], 1.0)
+        trainer.policy.encoder.prefetch(rows, [0, 1], 1.0)
         round = Round(rows, [0, 1], 1, (0, 3, 0), rows.training_sizes)
         with trainer.policy.on_device():
             found = list(trainer.policy.rollout(round, [Batch([sample]) for sample in round.samples], 2))

@@ -156,7 +156,7 @@ def sheets_of(trainer) -> list[tuple]:
 
 def fetch(encoder, rows, numbers: list[int], scale: float = 1.0):
     """Encoded rows, as a round gets them."""
-    return encoder.fetch(Round(rows, numbers, 1, (0, 0, 0), [(64, 64)] * len(rows)), numbers, scale)
+    return encoder.encode(Round(rows, numbers, 1, (0, 0, 0), [(64, 64)] * len(rows)), numbers, scale)
 
 
 def count_images(module: torch.nn.Module) -> list[int]:

@@ -329,7 +329,7 @@ def measure(args: argparse.Namespace, sweep: Sweep, options: dict, folder: Path)
     ends = clock.ends[::STEPS_OF_A_ROUND]
     seconds = statistics.median(end - start for start, end in itertools.pairwise(ends[1:]))
     rollout = statistics.median(each[0]["time/rollout"] for each in by_round[1:])  # ends with images on the CPU
-    num_images = trainer.round_plan.num_images
+    num_images = trainer.schedule.plan.num_images
     # The same for an image whatever the batch, so counted once
     tokens = tuple(shape[1:] for _, shape, _ in watch.shapes if len(shape) == 3)
     if tokens not in args.flops:

@@ -64,10 +64,10 @@ class ChosenRound(TrainingRound):
 
     num_trained: int
 
-    def weigh(self, advantages, is_trained, family):
+    def assign_advantages(self, advantages, is_trained, family):
         groups = advantages.view(-1, self.num_generations).numpy()
         chosen = torch.from_numpy(np.concatenate([widest(group, self.num_trained) for group in groups]))
-        super().weigh(advantages, is_trained & chosen, family)
+        super().assign_advantages(advantages, is_trained & chosen, family)
         for number, batch in enumerate(self.micro_batches):
             rows = batch.column("weight").nonzero().flatten()
             samples = [batch.samples[row] for row in rows.tolist()]

@@ -467,8 +467,8 @@ class EditingTrainer(PaCoGRPOTrainer):
             encoder = MeasuredEncoder(self, is_resident=True)
             # Outside the autocast of generation, as everything that is encoded before it
             with torch.autocast(self.accelerator.device.type, enabled=False):
-                encoder.encode(self.train_rows, [number], SCALE)
-            fresh = encoder.fetch(self._generated, [number], SCALE).embeddings[number]
+                encoder.prefetch(self.train_rows, [number], SCALE)
+            fresh = encoder.encode(self._generated, [number], SCALE).embeddings[number]
             first = encoded.embeddings[number]
             first.prompt, first.negative_prompt = fresh.prompt, fresh.negative_prompt
             first.image_latents = fresh.image_latents
@@ -565,7 +565,7 @@ def measure(args: argparse.Namespace, name: str) -> dict:
     trainer.train()
     rounds = trainer.rounds[1:]
     check_same_numbers(rounds, args.device)
-    (drawn_side, _), num_images = trainer.train_rows.training_sizes[0], trainer.round_plan.num_images
+    (drawn_side, _), num_images = trainer.train_rows.training_sizes[0], trainer.schedule.plan.num_images
     shipped_side, own_side = (
         trainer.family.prepare_image(trainer.pipeline, trainer.train_rows.images(0)[0], scale).height
         for scale in (SCALE, 1.0)

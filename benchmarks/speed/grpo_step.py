@@ -340,7 +340,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
     def _generate_and_score_completions(self, index: int) -> TrainingRound:
         self.end_round()
         recipe, resolution, is_synchronized = self.plan[index]
-        self._current = Round(recipe, resolution, is_synchronized, self.round_plan.num_prompts)
+        self._current = Round(recipe, resolution, is_synchronized, self.schedule.plan.num_prompts)
         if self.loop is not None and recipe == DEFAULTS and (self.watch.device == "cpu" or not is_synchronized):
             for name, is_checkpointed in {LOOP: self.args.gradient_checkpointing, LOOP_STORED: False}.items():
                 seconds, counts = self.loop.run(resolution, is_checkpointed)
@@ -555,7 +555,7 @@ def measure(
             if (resolution, other) in rounds
         }
         results[str(resolution)][recipe] = {
-            **summary(args, done, trainer.round_plan.num_images, encode),
+            **summary(args, done, trainer.schedule.plan.num_images, encode),
             "time per image / published": {other: round(statistics.median(turns[other]), 3) for other in turns},
             "of each turn": {other: [round(ratio, 3) for ratio in turns[other]] for other in turns},
         }
@@ -570,7 +570,7 @@ def measure(
         "attention_backend": backend or "default",
         "compiled": is_compiled,
         "gradient_checkpointing": is_checkpointed,
-        "images in a round": trainer.round_plan.num_images,
+        "images in a round": trainer.schedule.plan.num_images,
         "transformer weights": sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" not in name),
         "trained weights": trained,
         "published commit": loop and loop.commit,

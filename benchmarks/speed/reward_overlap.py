@@ -196,7 +196,7 @@ class OverlapTrainer(PaCoGRPOTrainer):
         spent = {name: seconds - before[name] for name, seconds in clocks().items()}
         questions = self.server.restart_count(latency)
         metrics, count = round.metrics, len(self.drawn)
-        expected = 0 if kind == "instant" else PAIRS * self.round_plan.num_images
+        expected = 0 if kind == "instant" else PAIRS * self.schedule.plan.num_images
         if questions != expected or metrics["rewards/consistency/failure_rate"] > 0:
             raise SystemExit(f"A round of {kind}: {questions} questions instead of {expected}, or without answers.")
         done = {

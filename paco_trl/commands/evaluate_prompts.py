@@ -104,7 +104,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": digest_model_files(base.model)}
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
-        rows.measure(pipeline, get_family(pipeline))
+        rows.resolve_for_pipeline(pipeline, get_family(pipeline))
     leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
     for leak in filter(None, leaks):
         logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
@@ -231,7 +231,7 @@ def _generate(spec: PipelineSpec, settings: dict, rows: PromptRows, files: dict,
     pipeline = spec.load("cpu")
     family = get_family(pipeline)
     model = pipeline.transformer
-    rows.measure(pipeline, family)
+    rows.resolve_for_pipeline(pipeline, family)
     if accelerator.is_main_process:
         print_message("evaluate", _describe_work(rows, files, settings["num_inference_steps"]))
     keep_dtype_of_norms(model)
@@ -246,7 +246,7 @@ def _generate(spec: PipelineSpec, settings: dict, rows: PromptRows, files: dict,
     def generate(number: int) -> dict:
         completion = round.completions[number]
         with torch.no_grad():
-            policy.encoder.encode(
+            policy.encoder.prefetch(
                 rows, [completion.row_index], ahead=range(completion.row_index + 1, len(rows))[:ROWS_AHEAD]
             )
             batches = [Batch([sample]) for sample in completion.samples]

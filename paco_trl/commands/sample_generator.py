@@ -120,8 +120,7 @@ class SampleGenerator:
 
     def _encode(self) -> EncodedRows:
         scale = self.args.resolution_scale
-        self.policy.encoder.encode(self.rows, [self.row_index], scale)
-        return self.policy.encoder.fetch(self._plan(1), [self.row_index], scale)
+        return self.policy.encoder.encode(self._plan(1), [self.row_index], scale)
 
     def _generate(self, call: Callable[[EncodedRows], list[RecordedStep]]) -> Generation:
         """Return the output of the scheduler's last step, since 8 bits per channel of an image hide differences."""

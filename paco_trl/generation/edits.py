@@ -124,7 +124,7 @@ def check_sources(
         try:
             for width, height in sizes:
                 if family is not None:
-                    family.check_image_size(width, height)
+                    family.check_image_size(height, width)
         except ValueError as error:
             raise ValueError(f"The prompt {key!r}: {error} Replace it, or leave the row out.") from error
 

@@ -61,11 +61,11 @@ class ImageRun:
 
         # The images of training and evaluation that take the most memory
         measured_for = pipeline.pipeline, pipeline.family
-        self.rows = rows = PromptRows(train_dataset, args, "the dataset").measure(*measured_for)
+        self.rows = rows = PromptRows(train_dataset, args, "the dataset").resolve_for_pipeline(*measured_for)
         self.evaluates = eval_dataset is not None
         eval_rows = rows
         if eval_dataset is not None:
-            eval_rows = PromptRows(eval_dataset, args, "the evaluation dataset").measure(*measured_for)
+            eval_rows = PromptRows(eval_dataset, args, "the evaluation dataset").resolve_for_pipeline(*measured_for)
         self.image = PlannedImage.largest(rows, rows.training_sizes, args.resolution_scale)
         self.eval_image = PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)
         self.size = "{} x {}".format(*self.image.size)

@@ -4,7 +4,8 @@ Rewards, the judges that some of them query, and their aggregation.
 
 A reward is a callable `(prompts, completions, **columns) -> list[float | None]`, sync or async: `completions` are PIL
 images, `columns` are the dataset's columns with one entry per completion, and `None` means that the completion could
-not be scored. The trainer adds the column `panel_images`: each completion split into its panels, row-major.
+not be scored. The trainer adds the column `panel_images`: each completion split into its panels, row-major. A reward
+with a parameter `num_generations` receives all completions of a group in one call, and may compare them.
 
 A judge answers questions about pairs of images: [`~paco_trl.PaCoReward`] in the process, [`ServedJudge`] on a server.
 """

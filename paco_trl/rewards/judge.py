@@ -72,7 +72,7 @@ class Answer(NamedTuple):
     reason: str | None = None
 
 
-class _Asking(NamedTuple):
+class _RequestSpec(NamedTuple):
     """Options of a request, and how its answer is read, and described if that fails."""
 
     options: dict[str, Any]
@@ -340,8 +340,8 @@ class ServedJudge:
         from 0 to `best`, from [`~paco_trl.utils.written_scores.read_scores`]. An answer with a seed is sampled.
         `labels` are texts before the images.
         """
-        ways = [_in_words(count, best, seed) for count, seed in zip(counts, seeds, strict=True)]
-        return self._client.start(self._query_all(images, prompts, ways, labels))
+        specs = [_in_words(count, best, seed) for count, seed in zip(counts, seeds, strict=True)]
+        return self._client.start(self._query_all(images, prompts, specs, labels))
 
     def score_images(self, images: list[ImageSource], prompts: str | list[str]) -> list[float | None]:
         """Score questions about one image each, like [`~paco_trl.PaCoReward.score_images`]."""
@@ -372,14 +372,16 @@ class ServedJudge:
 
     # ---- On the event loop ----
 
-    async def _check(self, question: str, way: _Asking, remedy: str, seconds: float, num_images: int = 2) -> None:
+    async def _check(
+        self, question: str, spec: _RequestSpec, remedy: str, seconds: float, num_images: int = 2
+    ) -> None:
         try:
             async with asyncio.timeout(seconds):
                 models = await self._client.find_model(max_retries=2)
-                body = self._test_body(question, way.options, num_images)
+                body = self._test_body(question, spec.options, num_images)
                 completion = await self._client.complete(body, max_retries=2)
-            if way.read(completion).score is None:
-                raise NoAnswerError("unreadable", way.describe(completion))
+            if spec.read(completion).score is None:
+                raise NoAnswerError("unreadable", spec.describe(completion))
             await self._find_patch_size(models)
         except (NoAnswerError, TimeoutError) as failure:
             if not isinstance(failure, NoAnswerError) or failure.kind == "unavailable":
@@ -439,12 +441,12 @@ class ServedJudge:
         self,
         groups: Sequence[ImageGroup],
         prompts: str | list[str],
-        ways: _Asking | Sequence[_Asking],
+        specs: _RequestSpec | Sequence[_RequestSpec],
         labels: Sequence[str] | None = None,
     ) -> list[Answer]:
         groups = [check_list(group, "images[...]") for group in check_list(groups)]
         prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
-        ways = [ways] * len(groups) if isinstance(ways, _Asking) else ways
+        specs = [specs] * len(groups) if isinstance(specs, _RequestSpec) else specs
         await self._find_patch_size()
         # Each image is encoded once; errors name the first question about it
         sources = {
@@ -454,13 +456,13 @@ class ServedJudge:
         }
         data_urls = await asyncio.to_thread(self._encode, sources)
         bodies = (
-            self._body([data_urls[image_key(image)] for image in group], prompt, way.options, labels)
-            for group, prompt, way in zip(groups, prompts, ways, strict=True)
+            self._body([data_urls[image_key(image)] for image in group], prompt, spec.options, labels)
+            for group, prompt, spec in zip(groups, prompts, specs, strict=True)
         )
         try:
             # A judge that is unavailable for one question cancels the others
             async with asyncio.TaskGroup() as task_group:
-                tasks = [task_group.create_task(self._query(*query)) for query in zip(bodies, ways, strict=True)]
+                tasks = [task_group.create_task(self._query(*query)) for query in zip(bodies, specs, strict=True)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         answers = [task.result() for task in tasks]
@@ -469,17 +471,17 @@ class ServedJudge:
             logger.warning(f"{self.name} did not answer {reasons.total()} of {len(answers)} questions: {counts}.")
         return answers
 
-    async def _query(self, body: dict, way: _Asking) -> Answer:
+    async def _query(self, body: dict, spec: _RequestSpec) -> Answer:
         async with self._request_slots:
             try:
                 async with asyncio.timeout(self.time_budget):
                     completion = await self._client.complete(body)
-                answer = way.read(completion)
+                answer = spec.read(completion)
                 if answer.reason is None:
                     return answer
-                failure = NoAnswerError(answer.reason, way.describe(completion))
+                failure = NoAnswerError(answer.reason, spec.describe(completion))
             except TimeoutError:
-                await self._check_is_up(way.options | {"max_tokens": 1})
+                await self._check_is_up(spec.options | {"max_tokens": 1})
                 failure = NoAnswerError("unavailable", f"no answer within {self.time_budget:g} seconds")
             except NoAnswerError as error:
                 failure = error
@@ -590,13 +592,13 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     return Answer(score, "undecided" if score is None else None)
 
 
-def _first_token(scale: int | None = None) -> _Asking:
+def _first_token(scale: int | None = None) -> _RequestSpec:
     """Return how to ask for the score, or a rating, of the first token."""
     read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
     return _FIRST_TOKENS._replace(read=read)
 
 
-def _in_words(count: int, best: float, seed: int | None = None) -> _Asking:
+def _in_words(count: int, best: float, seed: int | None = None) -> _RequestSpec:
     """Return how to ask for an answer in words with `count` numbers from 0 to `best`, sampled if there is a seed."""
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": _MAX_WORDS_TOKENS}
     options |= {} if seed is None else {"temperature": _WORDS_TEMPERATURE, "seed": seed}
@@ -606,7 +608,7 @@ def _in_words(count: int, best: float, seed: int | None = None) -> _Asking:
         scores = None if text is None else read_scores(text, count, best)
         return Answer(scores, "unreadable" if scores is None else None)
 
-    return _Asking(options, read, _describe_words)
+    return _RequestSpec(options, read, _describe_words)
 
 
 def _describe_words(completion: "ChatCompletion") -> str:
@@ -628,7 +630,7 @@ def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
 
 
 # Asks for the likeliest first tokens
-_FIRST_TOKENS = _Asking(
+_FIRST_TOKENS = _RequestSpec(
     {"temperature": 0.0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS},
     _read_tokens,
     _describe_tokens,

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import send_to_device
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from ..data.grid_prompts import find_truncated_panels
 from ..utils.files import digest, write_atomically
 from ..utils.fingerprint import component_fingerprint, describe, versions
+from ..utils.fsdp import is_sharded
 from ..utils.logs import get_logger
 from ..utils.pipelines import truncations_counted
 from ..utils.placement import cpu_memory, placed_on, to_cpu
@@ -43,7 +44,7 @@ logger = get_logger(__name__)
 ROWS_AHEAD = 256
 _SHOWN_ROWS = 8  # prompts that a message names
 
-# What is encoded: a prompt, or a source image as digest and scale
+# Cache key: a prompt, or a source image as (digest, scale)
 Condition = PromptKey | tuple[str, float]
 
 
@@ -80,24 +81,22 @@ class PromptEncoder:
         self.family = family
         self.accelerator = accelerator
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
-        self._is_hidden = (
-            not accelerator.is_main_process or None
-        )  # whether bars are hidden; `None` hides them without a terminal
+        # Whether bars are hidden; `None` hides them without a terminal
+        self._is_hidden = not accelerator.is_main_process or None
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
         self._reported: set[str] = set()  # kinds of truncation
         self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
         # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed and FSDP place theirs
         # themselves
-        is_sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-        self._frozen = [] if is_sharded else _frozen_layers(pipeline.transformer)
+        self._frozen = [] if is_sharded(accelerator) else _frozen_layers(pipeline.transformer)
         self._frozen_memory = cpu_memory(self._frozen)
 
     @torch.no_grad()
-    def encode(
+    def prefetch(
         self, rows: PromptRows, row_indices: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
     ) -> None:
         """
-        Encode some rows if they are not, and at the same time those `ahead`.
+        Encode these rows unless they already are, together with the rows `ahead`.
 
         Drops other embeddings of these rows, so that memory does not grow with the dataset.
         """
@@ -119,9 +118,12 @@ class PromptEncoder:
             if prompts:
                 self._encode_prompts(rows, prompts)
 
-    def fetch(self, rollout_round: Round, row_indices: Iterable[int], scale: float = 1.0) -> "EncodedRows":
-        """Return some encoded rows of a round, whose embeddings are on the CPU."""
+    def encode(
+        self, rollout_round: Round, row_indices: Sequence[int], scale: float = 1.0, ahead: Iterable[int] = ()
+    ) -> "EncodedRows":
+        """Return encoded rows of a round, with embeddings on the CPU; encode those `ahead` at the same time."""
         rows = rollout_round.rows
+        self.prefetch(rows, row_indices, scale, ahead)
         keys = {
             prompt_index: self._keys(rows, prompt_index, scale)
             for row_index in row_indices
@@ -158,16 +160,16 @@ class PromptEncoder:
     def _conditions(
         self, rows: PromptRows, row_indices: Iterable[int], scale: float
     ) -> dict[Condition, tuple[int, int]]:
-        """Map each prompt and source image of some rows to where it is: number of a row, and of an image in it."""
-        numbers_of: dict[Condition, tuple[int, int]] = {}
+        """Map each prompt and source image of some rows to its place: (row index, index of the image in the row)."""
+        places: dict[Condition, tuple[int, int]] = {}
         for row_index in row_indices:
             for prompt_index in rows.prompt_indices[row_index]:
                 texts, sources = self._keys(rows, prompt_index, scale)
                 for key in texts:
-                    numbers_of.setdefault(key, (row_index, 0))
+                    places.setdefault(key, (row_index, 0))
                 for image_index, image in enumerate(sources):
-                    numbers_of.setdefault(image, (row_index, image_index))
-        return numbers_of
+                    places.setdefault(image, (row_index, image_index))
+        return places
 
     def _file(self, key: Condition) -> Path:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
@@ -301,7 +303,7 @@ def _untiled(vae):
 
 @dataclass
 class EncodedRows:
-    """Embeddings by the number of the image prompt, and what prepares the source images of such a prompt, once."""
+    """Embeddings by prompt index, and a function that returns the prepared source images of a prompt (cached)."""
 
     embeddings: dict[int, PromptEmbeddings]
     source_images: Callable[[int], list[Image.Image]]

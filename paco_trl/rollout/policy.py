@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The policy: the pipeline on this process's accelerator, which generates the batches of a round and scores their steps
-again.
+The policy: the pipeline on this process's accelerator, which generates the batches of a round and computes the
+log-probabilities of their steps again.
 
-It owns where VAE, weights and text encoders are.
+It decides where VAE, weights and text encoders are.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, recursively_apply
+from accelerate.utils import gather_object, recursively_apply
 from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from ..utils.deepspeed import gathered_weights
-from ..utils.fsdp import kept_gathered
+from ..utils.fsdp import is_sharded, kept_gathered
 from ..utils.placement import placed_on
 from ..utils.tensors import to_device
 from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
@@ -50,15 +50,16 @@ class BatchInputs:
     """What the pipeline generates a batch from: encoded prompts and source images."""
 
     arguments: dict[str, torch.Tensor]  # arguments of the pipeline's call, on the accelerator in float32, (B, ...)
-    stored: dict[str, torch.Tensor]  # the same as they are kept, as encoded, with `offload_embeddings` in CPU memory
+    # The same arguments in the dtype and on the device they are stored in (CPU with `offload_embeddings`)
+    stored: dict[str, torch.Tensor]
     sources: list[EncodedImage]
 
 
 class Policy:
     """
-    Generate the batches of rounds, and predict in their recorded steps.
+    Generates batches of rounds, and computes the model's velocity at their recorded steps.
 
-    With `offload_embeddings` what is recorded keeps its prompts in CPU memory.
+    With `offload_embeddings`, the prompts of recorded steps are kept in CPU memory.
     """
 
     def __init__(
@@ -69,10 +70,14 @@ class Policy:
         offload_embeddings: bool = False,
         embeddings_dir: str | None = None,
     ):
-        self.recording_pipeline, self.accelerator = recording_pipeline, accelerator
-        self.pipeline, self.family = recording_pipeline.pipeline, recording_pipeline.family
-        self.model, self.scheduler = recording_pipeline.model, recording_pipeline.scheduler
-        self.guidance_scale, self.offload_embeddings = guidance_scale, offload_embeddings
+        self.recording_pipeline = recording_pipeline
+        self.accelerator = accelerator
+        self.pipeline = recording_pipeline.pipeline
+        self.family = recording_pipeline.family
+        self.model = recording_pipeline.model
+        self.scheduler = recording_pipeline.scheduler
+        self.guidance_scale = guidance_scale
+        self.offload_embeddings = offload_embeddings
         self.encoder = PromptEncoder(self.pipeline, self.family, accelerator, embeddings_dir)
 
     @contextmanager
@@ -80,10 +85,10 @@ class Policy:
         """
         Put VAE and weights on the accelerator, and enable autocast.
 
-        Pass the `engine` of ZeRO-3 or FSDP2 to gather the weights that it has divided. DeepSpeed and FSDP place the
+        Pass the `engine` of ZeRO-3 or FSDP2 to gather the weights that it has sharded. DeepSpeed and FSDP place the
         others themselves.
         """
-        if self.accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        if not is_sharded(self.accelerator):
             self.model.to(self.accelerator.device)
         gathered = nullcontext()
         if isinstance(engine, FSDPModule):
@@ -126,24 +131,24 @@ class Policy:
             is_collective (`bool`):
                 Whether all processes call this; the images of a set may then be of several.
             recording ([`RecordingOptions`]):
-                What is recorded of each batch.
+                Steps to record of each batch.
         """
         round_row_indices = rollout_round.row_indices_of(batches)
         gather = gather_object if is_collective else list
         with tqdm(desc=progress, total=len(batches), disable=progress is None or None, leave=False) as bar:
             for phase, first_images in rollout_round.phases(batches, gather):
                 anchors = {
-                    completion_index: self._encode_anchor(image) for completion_index, image in first_images.items()
+                    index: self.encoder.encode_image(self.family.prepare_panel(self.pipeline, image))
+                    for index, image in first_images.items()
                 }
                 for batch in phase:
                     batch_encoded = encoded
                     if batch_encoded is None:
                         row_indices = [sample.row_index for sample in batch.samples]
                         following = round_row_indices[round_row_indices.index(row_indices[-1]) + 1 :]
-                        self.encoder.encode(rollout_round.rows, row_indices, scale, following[:ROWS_AHEAD])
-                        batch_encoded = self.encoder.fetch(rollout_round, row_indices, scale)
+                        batch_encoded = self.encoder.encode(rollout_round, row_indices, scale, following[:ROWS_AHEAD])
                     images = self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
-                    bar.update(bool(batch.groups))  # not for those that make up the numbers
+                    bar.update(bool(batch.groups))  # padding batches do not count
                     yield rollout_round.add(batch, images)
         if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_sets:
             yield rollout_round.exchange(self.accelerator)
@@ -159,7 +164,7 @@ class Policy:
         """
         Return a batch's images, and record its steps, within [`~Policy.on_device`].
 
-        `anchors` are the first images of sets, by number, from which their other images are generated.
+        `anchors` are the first images of sets by completion, from which the other images are generated.
         """
         samples = batch.samples
         inputs = self.inputs(encoded, [sample.prompt_index for sample in samples])
@@ -195,9 +200,6 @@ class Policy:
         arguments = {name: as_float32(to_device(tensor, device)) for name, tensor in stored.items()}
         return BatchInputs(arguments, stored, sources)
 
-    def _encode_anchor(self, image: Image.Image) -> EncodedImage:
-        return self.encoder.encode_image(self.family.prepare_panel(self.pipeline, image))
-
     def predict(self, model: nn.Module, step: TransformerStep, detach_unconditional: bool = False) -> torch.Tensor:
         """Compute the velocity `(B, ...)` that a model predicts in a step, as [`~paco_trl.rollout.predict`] does."""
         return predict(model, step.calls, self.family, self.guidance_scale, step.sample, detach_unconditional)
@@ -207,7 +209,8 @@ def compute_log_prob(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Score a recorded step with the velocity `(B, ...)` that [`predict`] gives in it, and the `sde` of the rollout.
+    Compute the log-probability of a recorded step, with the velocity `(B, ...)` that [`predict`] gives in it and the
+    `sde` of the rollout.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean

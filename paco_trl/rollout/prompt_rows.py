@@ -48,6 +48,10 @@ class PromptKey:
 class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
+    # Height and width of the images of each row, from `resolve_for_pipeline`
+    inference_sizes: list[tuple[int, int]]
+    training_sizes: list[tuple[int, int]]
+
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
         self.original_dataset = dataset
         self.args = args
@@ -95,8 +99,6 @@ class PromptRows:
             check_inference_size(
                 height or args.height, width or args.width, rows, cols, None, self._sized_row(row_index)
             )
-        self.inference_sizes: list[tuple[int, int]] = []
-        self.training_sizes: list[tuple[int, int]] = []
         self.image_columns = [images for images in (self.sources, self.references) if images is not None]
         self._without_images = dataset.remove_columns([images.column for images in self.image_columns])
 
@@ -130,8 +132,12 @@ class PromptRows:
         """Whether some rows are sets of separate images."""
         return SEPARATE in self._column("layout")
 
-    def measure(self, pipeline, family: Family) -> "PromptRows":
-        """Compute each row's sizes in inference and training and negative prompt, and check them by the pipeline."""
+    def resolve_for_pipeline(self, pipeline, family: Family) -> "PromptRows":
+        """
+        Compute the sizes and negative prompts of all rows for a pipeline, and check them.
+
+        Must be called before `inference_sizes` and `training_sizes` are read.
+        """
         if self.sources is None and family.max_source_images > 1:
             self.sources = self.references
         self._check_source_images(pipeline, family)
@@ -167,7 +173,7 @@ class PromptRows:
             remedy = "This is the set's first panel: raise `height`, `width` or `resolution_scale`, or change "
             with self.add_row_to_errors(row_index, remedy + "`panel_generation`."):
                 for height, width in (self.inference_sizes[row_index], self.training_sizes[row_index]):
-                    family.check_image_size(width, height)
+                    family.check_image_size(height, width)
         return self
 
     def row(self, row_index: int) -> dict[str, Any]:
@@ -231,7 +237,7 @@ class PromptRows:
                 )
             with self.add_row_to_errors(row_index, "Replace it, or leave the row out."):
                 for width, height in sizes:
-                    family.check_image_size(width, height)
+                    family.check_image_size(height, width)
 
     def _has_first_panel(self, row_index: int) -> bool:
         """Tell whether the first image of a row is the source of its others."""

@@ -67,8 +67,10 @@ class ContactSheetsCallback(TrainerCallback):
         eval_reward_names: list[str],
         trackers: list[TrainerCallback],
     ):
-        self.accelerator, self.trackers = accelerator, trackers
-        self.reward_names, self.eval_reward_names = reward_names, eval_reward_names
+        self.accelerator = accelerator
+        self.trackers = trackers
+        self.reward_names = reward_names
+        self.eval_reward_names = eval_reward_names
 
     def on_round_end(
         self, args, state, control, round: TrainingRound, scores: Scores, advantages: torch.Tensor, **kwargs

@@ -42,17 +42,15 @@ def read_train_rows(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) ->
     return rows
 
 
-def fit_round(args: PaCoGRPOConfig, rows: PromptRows) -> None:
+def check_round_fits_dataset(args: PaCoGRPOConfig, rows: PromptRows) -> None:
     """Fit a round of the default size to the training prompts; refuse fewer prompts than a round takes."""
     count = len(rows.image_prompts)
     args.fit_round(count)
     if count < (plan := args.round_plan).num_prompts:
         fitting = args.fitting_prompts(count)
-        how = (
-            f"Set `num_prompts_per_generation` to {fitting[-1]}"
-            if fitting
-            else (f"No number of prompts up to {count} fills one. {_smaller_batches(plan)}")
-        )
+        how = f"No number of prompts up to {count} fills one. {_smaller_batches(plan)}"
+        if fitting:
+            how = f"Set `num_prompts_per_generation` to {fitting[-1]}"
         raise ValueError(
             f"The dataset has {count} prompt(s), but a round takes {plan.num_prompts}: {plan.summary()} {how}, or add "
             "prompts."
@@ -143,7 +141,7 @@ def check_prompts(
 ) -> None:
     """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
     for rows in (train_rows, *eval_rows):
-        rows.measure(pipeline, family)
+        rows.resolve_for_pipeline(pipeline, family)
     if args.detach_unconditional and None in train_rows.negative_prompts:
         raise ValueError(
             f"`detach_unconditional` is for true CFG, but {type(pipeline).__name__} has none at `guidance_scale` "

@@ -124,7 +124,7 @@ class Evaluator:
         check_is_dataset(dataset, "eval_dataset")
         read = (rows for rows in self._rows if rows.original_dataset is dataset)
         rows = next(read, None) or PromptRows(dataset, self.args, "the evaluation dataset")
-        return rows.measure(self.policy.pipeline, self.policy.family)
+        return rows.resolve_for_pipeline(self.policy.pipeline, self.policy.family)
 
     def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation, Evaluation | None]:
         """
@@ -159,7 +159,7 @@ class Evaluator:
         pictures = []
         measured = []
         progress = None if args.disable_tqdm or not accelerator.is_main_process else description
-        policy.encoder.encode(rows, eval_round.row_indices_of(local_batches)[:ROWS_AHEAD])
+        policy.encoder.prefetch(rows, eval_round.row_indices_of(local_batches)[:ROWS_AHEAD])
         num_steps = args.num_inference_steps_eval
         with self.scorer.scoring(eval_round, trained.state) as scoring, policy.on_device(trained.engine):
             for completions in policy.rollout(eval_round, local_batches, num_steps, progress=progress):

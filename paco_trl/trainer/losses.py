@@ -14,7 +14,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 logger = logging.getLogger(__name__)
 
-# By which two bf16 kernels may round the velocity of a 12B transformer differently (RMS, an estimate: 0.003 to 0.015)
+# Assumed RMS difference of velocities between two bf16 kernels (estimates: 0.003 to 0.015)
 _ROUNDING = 0.01
 
 
@@ -56,7 +56,7 @@ def group_advantages(
 def informative_groups(
     rewards: torch.Tensor, num_generations: int, min_std: float | None, max_mean: float | None
 ) -> torch.Tensor:
-    """Tell which groups have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
+    """Return which groups have a deviation above `min_std` and a mean below `max_mean` (Edit-R1, arXiv 2510.16888)."""
     grouped = rewards.double().view(-1, num_generations)  # (groups, completions)
     is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (groups,)
     if min_std is not None:
@@ -143,10 +143,12 @@ def normalized_log_ratio(
     std: float | torch.Tensor,
 ) -> torch.Tensor:
     """Compute RatioNorm of [GRPO-Guard](https://huggingface.co/papers/2510.22319) (Eq. 8) for each image."""
-    # The step x' = old_mean + S * eps has the log-ratio mean[ eps * Delta / S - Delta^2 / (2 S^2) ], Delta = mean -
-    # old_mean. RatioNorm removes the second term, which pulls ratios below 1, and multiplies by S: mean[ eps * Delta
-    # ]. The published code averages the bias over the batch, a mistake:
-    # https://github.com/yifan123/flow_grpo/issues/244 S = s_t * sqrt(-dt), not s_t
+    # Each step is x' = old_mean + S * eps, so the log-ratio is
+    # mean[eps * Delta / S - Delta^2 / (2 S^2)] with Delta = mean - old_mean.
+    # RatioNorm drops the second term, which pulls ratios below 1, and multiplies by S.
+    # The published code averages the bias over the batch by mistake:
+    # https://github.com/yifan123/flow_grpo/issues/244
+    # S is s_t * sqrt(-dt), not s_t.
     return _one_per_image(std, mean, "std") * (log_prob - old_log_prob + gaussian_kl(mean, old_mean, std))
 
 
@@ -287,7 +289,7 @@ class StepStatistics:
             self.micro_steps = []
         return dict(zip(self._names, gathered.T, strict=True))
 
-    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
+    def finish(self, global_step: int, is_on_policy: bool, is_early: bool = False) -> dict[str, float]:
         """Check the optimizer step, return its metrics, and start the next step. Collective: call on all ranks."""
         raise NotImplementedError
 
@@ -303,8 +305,8 @@ class RatioStatistics(StepStatistics):
 
     def __init__(self, accelerator: Accelerator, args: PaCoGRPOConfig):
         super().__init__(accelerator, args)
-        # Where the policy would be clipped before its first update. Kernels that round differently reach an eighth of
-        # it (FLUX at 512 pixels, bf16), and a wrong replay a hundred times as much as they do
+        # Above this the policy would be clipped before its first update. Rounding reaches about an eighth of it (FLUX,
+        # 512 px, bf16); a wrong replay is a hundred times larger than rounding
         self.tolerance: float = args.epsilon if args.ratio_tolerance is None else args.ratio_tolerance
         # Sigmas and number of elements of each trained step
         self._steps: dict[int, tuple[float, float, float, int]] = {}

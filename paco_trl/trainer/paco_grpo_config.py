@@ -148,12 +148,13 @@ class PaCoGRPOConfig(GRPOConfig):
             Images trained at a time on one process.
         per_device_rollout_batch_size (`int`, *optional*):
             Images generated at a time on one process, a multiple of `per_device_train_batch_size`. If `None`, as many.
-            With more the replay rounds differently, see `ratio_tolerance`.
+            Larger values may round differently from training; see `ratio_tolerance`.
         num_generations_eval (`int`, *optional*, defaults to `1`):
             Images generated per prompt by `evaluate()`.
         per_device_eval_batch_size (`int`, *optional*, defaults to `1`):
-            Images generated at a time on one process by `evaluate()`, of one size, and of one prompt where prompts
-            have source images or other lengths. An image does not depend on its batch, apart from rounding.
+            Images generated at a time on one process by `evaluate()`. Batches contain images of one size, and of one
+            prompt when prompts have source images or different lengths. An image does not depend on its batch, apart
+            from rounding.
 
         > Parameters that control the rewards
 
@@ -394,7 +395,7 @@ class PaCoGRPOConfig(GRPOConfig):
         batch = plan.num_processes * plan.rollout_batch_size * plan.num_optimizer_steps
         return [number for number in range(1, count + 1) if number * plan.num_generations % batch == 0]
 
-    def fit_round(self, count: int) -> None:
+    def check_round_fits_dataset(self, count: int) -> None:
         """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
         plan = self.round_plan
         fitting = self.fitting_prompts(count)

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 
@@ -152,25 +151,31 @@ class PaCoGRPOTrainer(RoundTrainer):
             ratio that must be 1 before an update.
         """
         loss_type = self.args.loss_type
-        clip = cast(tuple[float, float], self.args.clip_range)
+        low, high = self.args.clip_range
         log_probs = step.log_prob, step.old_log_prob
         if loss_type == "grpo_guard":
             weight = guard_gradient_weight(step.sigma, step.sigma_next)
-            surrogate = guarded_surrogate(*log_probs, step.mean, step.old_mean, step.std, advantages, *clip, weight)
+            surrogate = guarded_surrogate(
+                *log_probs, step.mean, step.old_mean, step.std, advantages, low, high, weight
+            )
         elif loss_type == "grpo":
-            surrogate = clipped_surrogate(*log_probs, advantages, *clip)
+            surrogate = clipped_surrogate(*log_probs, advantages, low, high)
         else:
             raise NotImplementedError(f"`loss_type` is {loss_type!r}, for which `policy_loss` has no branch. Add it.")
-        low = surrogate.is_low_clipped.float()
-        high = surrogate.is_high_clipped.float()
-        metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+        clipped_low = surrogate.is_low_clipped.float()
+        clipped_high = surrogate.is_high_clipped.float()
+        metrics = {
+            "clip_ratio/low_mean": clipped_low,
+            "clip_ratio/high_mean": clipped_high,
+            "clip_ratio/region_mean": clipped_low + clipped_high,
+        }
         return PolicyLoss(surrogate.loss, metrics, surrogate.ratio)
 
     def _collect_statistics(
         self, step: RecordedStep, ratio: torch.Tensor, metrics: dict[str, torch.Tensor], weights: torch.Tensor
     ) -> None:
         """Collect the statistics of a micro-step, and check the ratio of a round before its first update."""
-        global_step, num_trained = self.state.global_step, self.round_plan.num_trained_steps
+        global_step, num_trained = self.state.global_step, self.schedule.plan.num_trained_steps
         self.statistics.add_ratio(step, ratio, metrics, weights)
         is_complete = len(self.statistics.micro_steps) % num_trained == 0  # an image's steps
         if self.is_on_policy and global_step == self._initial_global_step and is_complete:

@@ -27,12 +27,12 @@ class PaCoNFTConfig(PaCoGRPOConfig):
             Objective: `"nft"` (DiffusionNFT) or `"awm"` (Advantage Weighted Matching, AWM). [`PaCoGRPOTrainer`] has
             those of stochastic steps.
         nft_beta (`float`, *optional*, defaults to `1.0`):
-            Strength of the implicit policies: the fraction of the update by which the old velocity is moved towards it
-            and against it (published code: 1 for a single reward, 0.1 for several rewards and for text rendering).
-            With a smaller value the model moves further for the same reward.
+            Guidance strength of the implicit policies, (1 - beta) v_old + beta v for images with a high reward and
+            (1 + beta) v_old - beta v for those with a low one (published code: 1 for a single reward, 0.1 for several
+            rewards and for text rendering). Smaller values move the model further for the same reward.
         num_noise_levels (`int`, *optional*):
             Times at which each image is trained, sampled from the rollout's schedule except the last. If `None`, all
-            of them, `num_inference_steps - 1` (published code).
+            of them, `num_inference_steps - 1` (published code). It has nothing to do with GRPO's `noise_level`.
         old_policy_decay_rate (`float`, *optional*, defaults to `1e-3`):
             Growth of the old policy's decay with each optimizer step (paper). With 0 the old policy is the model at
             the end of the last round.

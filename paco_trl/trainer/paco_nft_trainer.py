@@ -44,7 +44,7 @@ class VelocityStatistics(StepStatistics):
         size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
         self.add({"size": size, "valid": weights > 0, "velocity_deviation": deviation, **means})
 
-    def finish(self, global_step: int, is_on_policy: bool) -> dict[str, float]:
+    def finish(self, global_step: int, is_on_policy: bool, is_early: bool = False) -> dict[str, float]:
         """Return the means; refuse on policy a velocity that differs from the rollout's."""
         columns = self.gather()
         if not torch.isfinite(torch.stack([*columns.values()])).all():

@@ -62,7 +62,7 @@ from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
 from .model_cards import describe_lora, judge_settings
 from .paco_reward_config import PaCoRewardConfig
-from .resuming import ExactResumeMixin, FunctionCallback, end_explained
+from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
 from .run_settings import describe_run
 
 
@@ -331,28 +331,27 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
             )
 
         # 3. SFTTrainer loads the model, wraps it, and gives it the fused head
-        stops, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # Trainer's would save within a step
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=PairCollator(
-                processing_class,
-                max_length=args.max_length,
-                completion_only_loss=True,
-                # Tokens without weight in the loss are left out
-                decision_only_loss=args.first_token_weight == 1 and args.loss_variant == "paper",
-                label_only_without_eos=args.first_token_weight is not None and args.loss_variant == "paper",
-            ),
-            train_dataset=cast(Any, train_dataset).with_format(None),  # SFTTrainer looks at its first row
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        args.enable_jit_checkpoint = stops
+        with without_jit_checkpoint(args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=PairCollator(
+                    processing_class,
+                    max_length=args.max_length,
+                    completion_only_loss=True,
+                    # Tokens without weight in the loss are left out
+                    decision_only_loss=args.first_token_weight == 1 and args.loss_variant == "paper",
+                    label_only_without_eos=args.first_token_weight is not None and args.loss_variant == "paper",
+                ),
+                train_dataset=cast(Any, train_dataset).with_format(None),  # SFTTrainer looks at its first row
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, self.model)
         self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})

@@ -52,6 +52,14 @@ class FunctionCallback(TrainerCallback):
             setattr(self, event, lambda *args, function=function, **kwargs: function())
 
 
+@contextmanager
+def without_jit_checkpoint(args: TrainingArguments) -> Iterator[None]:
+    """Keep Trainer from handling `enable_jit_checkpoint`: it would save within a step."""
+    is_enabled, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
+    yield
+    args.enable_jit_checkpoint = is_enabled
+
+
 class ExactResumeMixin(HubTrainer):
     """Write complete checkpoints, one of them at SIGTERM and SIGUSR1 (`enable_jit_checkpoint`)."""
 

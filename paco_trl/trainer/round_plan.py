@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a round, and how its samples are dealt to processes, micro-batches and optimizer steps."""
+"""The sizes of a round, and how its samples are sharded over processes, micro-batches and optimizer steps."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -21,12 +20,12 @@ class RoundPlan:
     num_optimizer_steps: int  # optimizer steps in each iteration over the round
     micro_batches_per_rollout_batch: int = 1  # micro-batches that are generated as one batch
 
-    @cached_property
+    @property
     def num_images(self) -> int:
         """Images of a round over all processes (`generation_batch_size`)."""
         return self.num_prompts * self.num_generations
 
-    @cached_property
+    @property
     def rollout_batch_size(self) -> int:
         """Images that a process generates at a time."""
         return self.batch_size * self.micro_batches_per_rollout_batch
@@ -36,17 +35,17 @@ class RoundPlan:
         """Name of the option that sets it."""
         return f"per_device_{'rollout' if self.micro_batches_per_rollout_batch > 1 else 'train'}_batch_size"
 
-    @cached_property
+    @property
     def micro_batches_per_process(self) -> int:
         """Micro-batches of images that one process trains in a round."""
         return self.num_images // (self.num_processes * self.batch_size)
 
-    @cached_property
+    @property
     def steps_per_generation(self) -> int:
         """Training micro-steps of one process in a round: a micro-batch of images for each trained step."""
         return self.micro_batches_per_process * self.num_trained_steps
 
-    @cached_property
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Training micro-steps of one process for each optimizer step."""
         return self.steps_per_generation // self.num_optimizer_steps
@@ -62,8 +61,8 @@ class RoundPlan:
             f"{self.num_images // self.num_optimizer_steps} images."
         )
 
-    def deal(self, samples: list[Sample], permutation_seed: tuple[int, ...]) -> list[list[Batch]]:
-        """Deal the samples of a round: batches of one size for each process, in the order of training."""
+    def shard(self, samples: list[Sample], permutation_seed: tuple[int, ...]) -> list[list[Batch]]:
+        """Return the batches of each process, each of images of one size, in the order of training."""
         # 1. Group samples by size; within a size the prompts keep the order in which they were sampled
         by_size = sorted(samples, key=lambda sample: sample.size)
         size = self.rollout_batch_size
@@ -80,8 +79,8 @@ class RoundPlan:
         # them by size, so that the processes work on equal sizes at a time
         order = np.random.default_rng(permutation_seed).permutation(len(batches))
         per_step = order.reshape(self.num_optimizer_steps, -1)
-        in_order = [sorted(step, key=lambda i: batches[i].samples[0].size) for step in per_step.tolist()]
+        steps = [sorted(step, key=lambda i: batches[i].samples[0].size) for step in per_step.tolist()]
 
         # 3. Batch i goes to process i mod num_processes
-        dealt = [batches[i] for step in in_order for i in step]
-        return [dealt[process :: self.num_processes] for process in range(self.num_processes)]
+        in_order = [batches[i] for step in steps for i in step]
+        return [in_order[process :: self.num_processes] for process in range(self.num_processes)]

@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
-    """Return how many rows fit a round, whichever; 0 if none does. `lengths` has each row's number of prompts."""
+    """
+    Return the largest number of rows that fits a round for any choice of rows, or 0.
+
+    `lengths` is the number of prompts of each row.
+    """
     longest = np.sort(lengths)[::-1]
     for count in range(min(len(longest), num_prompts), 0, -1):
-        # `RoundSchedule.row_indices` gives a round one row of each stretch of as many rows as there are rounds
+        # Rows are sorted by length and dealt round-robin, so a round takes one row of each block of `rounds` rows
         rounds = len(longest) // count
         if longest[: count * rounds : rounds].sum() <= num_prompts:
             return count
@@ -65,20 +69,20 @@ class RoundSchedule:
         self.optimizer_steps_per_round = self.plan.num_optimizer_steps * args.num_iterations
 
     def row_indices(self, round_index: int) -> list[int]:
-        """Return the row numbers of a round: part of a permutation that changes with each epoch."""
+        """Return the rows of a round: part of a permutation that changes with each epoch."""
         epoch, position = divmod(round_index, self.rounds_per_epoch)
         rounds, count = self.rounds_per_epoch, self.rows_per_round
         order = np.arange(self.num_rows)
         if self.args.shuffle_dataset:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
-        # All first rows of the rounds, all second ones, and so on. Sorted by length, they make rounds of about as many
-        # images, and slices of the permutation where rows have one length
+        # Deal the sorted rows round-robin: rounds then have about the same number of images. With rows of one length
+        # the rounds are slices of the permutation
         dealt = order[: rounds * count].reshape(rounds, count).T.flatten()
         dealt = dealt[np.argsort(-self.lengths[dealt], kind="stable")]
         return dealt.reshape(count, rounds)[:, position].tolist()
 
     def other_row_indices(self, round_index: int) -> list[int]:
-        """Return the numbers of the rows outside a round, in the order in which resampling takes them."""
+        """Return the rows outside a round, in the order in which resampling takes them."""
         order = np.random.default_rng((self.args.seed, STREAMS["other prompts"], round_index)).permutation(
             self.num_rows
         )
@@ -86,7 +90,7 @@ class RoundSchedule:
         return [row_index for row_index in order.tolist() if row_index not in in_round]
 
     def remaining_row_indices(self, max_steps: int, first_round: int) -> list[int]:
-        """Return the numbers of the rows that the rest of a run needs."""
+        """Return the rows that the rest of a run needs."""
         needed = set()
         for round_index in range(first_round, -(-max_steps // self.optimizer_steps_per_round)):
             needed.update(self.row_indices(round_index))
@@ -125,11 +129,11 @@ class RoundSchedule:
 
 class TrainingRound(Round):
     """
-    A round that is trained: dealt to the processes and, once it is generated, with the micro-batches of this one.
+    A round that is trained: sharded over the processes and, once it is generated, with the micro-batches of this one.
 
-    It follows from the seed and `index` alone, until its groups are replaced. `trained_completions` has how many each
-    optimizer step trains, with a part of a set for its images, `metrics` what is logged with each, and `seconds` are
-    those it took to generate and score.
+    It is determined by the seed and `index` until groups are replaced. `trained_completions` are the completions in
+    each optimizer step (fractional when a set is split between steps), `metrics` are logged with every step of the
+    round, and `seconds` is the time to generate and score it.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class TrainingRound(Round):
         self.plan = plan
         self.sde = schedule.sde(index)
         self.global_step = global_step
-        self.batches = plan.deal(self.samples, (seed, STREAMS["batches"], index))
+        self.batches = plan.shard(self.samples, (seed, STREAMS["batches"], index))
         self.process_index = process_index
         self.local_batches = self.batches[process_index]
         self.micro_batches: list[Batch] = []
@@ -151,7 +155,7 @@ class TrainingRound(Round):
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
 
-    def weigh(self, advantages: torch.Tensor, is_trained: torch.Tensor, family: Family) -> None:
+    def assign_advantages(self, advantages: torch.Tensor, is_trained: torch.Tensor, family: Family) -> None:
         """
         Set advantage and weight of each sample, and split this process's batches into micro-batches.
 
@@ -161,12 +165,11 @@ class TrainingRound(Round):
         for completion, advantage in zip(self.completions, advantages.tolist(), strict=True):
             for sample in completion.samples:
                 sample.advantage = advantage
-        taking_part = is_trained.tolist()
 
         def share(sample: Sample) -> float:
             """Return the share of a sample in its completion, 0 where that is not trained."""
             completion = sample.completion
-            is_counted = taking_part[completion.index] and not sample.is_padding
+            is_counted = is_trained[completion.index] and not sample.is_padding
             return 1 / len(completion.samples) if is_counted else 0.0
 
         per_step = len(self.local_batches) // self.plan.num_optimizer_steps
@@ -190,7 +193,7 @@ class TrainingRound(Round):
         replaced = set()
         for group in groups:
             expected = self._shape(self.row_indices[group])
-            row_index = next((number for number in unused_row_indices if self._shape(number) == expected), None)
+            row_index = next((index for index in unused_row_indices if self._shape(index) == expected), None)
             if row_index is not None:
                 unused_row_indices.remove(row_index)
                 self.replace(group, row_index)
@@ -202,7 +205,7 @@ class TrainingRound(Round):
         return self.sizes[row_index], self.rows.lengths[row_index]
 
     def batches_of(self, groups: set[int]) -> list[Batch]:
-        """Return this process's batches of some groups, and fillers, so that every process generates as many."""
+        """Return this process's batches of some groups, padded so that every process generates as many."""
         by_process = [[batch for batch in batches if batch.groups & groups] for batches in self.batches]
         padding = next(batch for batches in by_process for batch in batches)
         return pad_batches(by_process[self.process_index], max(map(len, by_process)), padding)
@@ -240,7 +243,7 @@ class TrainingRound(Round):
     def load_state_dict(
         self, state: dict[str, Any], step_class: type[TransformerStep], device: torch.device, is_offloaded: bool
     ) -> None:
-        """Restore the pending round of a checkpoint, which was dealt to as many processes."""
+        """Restore the pending round of a checkpoint, which was sharded over as many processes."""
         for group, (row_index, saved) in enumerate(zip(self.row_indices, state["row_indices"], strict=True)):
             if row_index != saved:
                 self.replace(group, saved)

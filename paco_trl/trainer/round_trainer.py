@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of PaCo-GRPO and PaCo-NFT: rounds of generated, rewarded and trained images, and all that is around them."""
+"""
+Base class of PaCo-GRPO and PaCo-NFT: generates and scores rounds of images, and trains, evaluates and checkpoints on
+them.
+"""
 
 import dataclasses
 import itertools
@@ -83,7 +86,7 @@ from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCa
 from .checks import (
     check_panels_used,
     check_prompts,
-    fit_round,
+    check_round_fits_dataset,
     offload_models,
     read_eval_rows,
     read_train_rows,
@@ -108,7 +111,7 @@ from .model_cards import (
     reward_rows,
 )
 from .paco_grpo_config import PaCoGRPOConfig
-from .resuming import ExactResumeMixin, FunctionCallback, end_explained
+from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
 from .round_schedule import RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 
@@ -123,7 +126,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     """
     Base of the trainers that learn from rounds of generated and rewarded images.
 
-    A trainer says what of a round is recorded (`_generating`), and what its loss is (`compute_loss`).
+    Subclasses implement `_generating` (which steps to record) and `compute_loss`.
     """
 
     # The loss is divided by the images of the full optimizer step, see `_mean_loss`
@@ -176,8 +179,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
         self.train_rows = read_train_rows(train_dataset, args, self.rewards)
-        fit_round(args, self.train_rows)
-        self.round_plan = args.round_plan
+        check_round_fits_dataset(args, self.train_rows)
         eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         warn_of_trained_rows(self.train_rows, eval_rows)
@@ -213,13 +215,12 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
 
         # 4. GRPOTrainer's own __init__ assumes a language model, so it is skipped; the attributes that its inherited
         # methods read are set below (tests/test_contract.py lists them).
-        enable_jit_checkpoint, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # it saves within a step
-        _BaseTrainer.__init__(
-            self, model=recording_pipeline.model, args=args, data_collator=identity, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )  # fmt: skip
-        args.enable_jit_checkpoint = enable_jit_checkpoint
+        with without_jit_checkpoint(args):
+            _BaseTrainer.__init__(
+                self, model=recording_pipeline.model, args=args, data_collator=identity, train_dataset=train_dataset,
+                eval_dataset=eval_dataset, callbacks=callbacks, optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            )  # fmt: skip
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, self.model)
         if self.ref_model is not None and is_deepspeed:
@@ -508,11 +509,14 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         row_indices = training_round.row_indices_of(batches or training_round.local_batches)
         following = map(self._plan_round, range(index + 1, min(index + ROUNDS_AHEAD, self._num_rounds)))
         ahead = itertools.chain.from_iterable(later.row_indices_of(later.local_batches) for later in following)
-        self.policy.encoder.encode(self.train_rows, row_indices, scale, ahead)
-        return self.policy.encoder.fetch(training_round, row_indices, scale)
+        return self.policy.encoder.encode(training_round, row_indices, scale, ahead)
 
     def _generate_and_score_completions(self, index: int) -> TrainingRound:
-        """Generate and score a round, and compare its completions: each sample gets an advantage and a weight."""
+        """
+        Generate and score a round, and compare its completions: each sample gets an advantage and a weight.
+
+        Unlike TRL's, it takes the index of a round and returns the round.
+        """
         args, generations = self.args, self.num_generations
         training_round = self._plan_round(index)
         scores = self._roll_out(training_round, training_round.local_batches)
@@ -531,7 +535,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
                 f"In round {index} `min_reward_std` = {args.min_reward_std} and `max_reward_mean` = "
                 f"{args.max_reward_mean} leave out every prompt that has rewards: its steps change nothing."
             )
-        training_round.weigh(advantages, is_trained, self.family)
+        training_round.assign_advantages(advantages, is_trained, self.family)
 
         training_round.metrics |= {
             **scores.metrics,
@@ -572,7 +576,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             "time/resample": 0.0,
             "time/reward": scoring.scores.wait_seconds,
             "time/reward_hidden": scoring.scores.hidden_seconds,
-            "rollout_images_per_second": self.round_plan.num_images / rollout_time,
+            "rollout_images_per_second": self.schedule.plan.num_images / rollout_time,
         } | training_round.metrics
         return scoring.scores
 
@@ -581,7 +585,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         raise NotImplementedError
 
     def _is_informative(self, total: torch.Tensor) -> torch.Tensor:
-        """Tell which groups of a round are trained, by the summed rewards of its completions."""
+        """Return which groups of a round are trained, by the summed rewards of their completions."""
         return informative_groups(total, self.num_generations, self.args.min_reward_std, self.args.max_reward_mean)
 
     def _check_scores(self, training_round: TrainingRound, scores: Scores, is_valid: torch.Tensor) -> None:
@@ -644,7 +648,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self._train_time += time.perf_counter() - started
         if self.accelerator.sync_gradients:
             round_time = training_round.seconds + self.schedule.optimizer_steps_per_round * self._train_time
-            times = {"time/train": self._train_time, "images_per_second": self.round_plan.num_images / round_time}
+            times = {"time/train": self._train_time, "images_per_second": self.schedule.plan.num_images / round_time}
             self._log_with_step(training_round.metrics | times)
             self._train_time = 0.0
         return loss
@@ -778,7 +782,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             torch.save(pending.state_dict(), round_file(folder, self.accelerator.process_index))
 
     def _load_round(self, checkpoint: Path) -> None:
-        """Restore a pending round, if it was divided over as many processes."""
+        """Restore a pending round, if it was sharded over as many processes."""
         index = self.accelerator.process_index
         run = read_run(checkpoint)
         if not round_file(checkpoint, index).exists() or run["num_processes"] != self.accelerator.num_processes:

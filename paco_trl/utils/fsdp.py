@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2: weights and optimizer states that are divided over the processes, as accelerate's launcher asks for it."""
+"""FSDP2: weights and optimizer states that are sharded over the processes, as accelerate's launcher asks for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,14 @@ from .option_checks import uses_fsdp
 
 
 def activate_on_cpu(args: TrainingArguments) -> None:
-    """Let accelerate divide weights on the CPU too: it does so for devices, and would run DDP without a word."""
+    """Let accelerate shard weights on the CPU too: it does so for devices, and would silently run DDP."""
     if uses_fsdp() and args.distributed_state.distributed_type == DistributedType.MULTI_CPU:
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed or FSDP places the weights of the model."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def shards_weights(args: TrainingArguments) -> bool:
@@ -28,7 +33,7 @@ def shards_weights(args: TrainingArguments) -> bool:
 
 
 def prepare_sharding(accelerator: Accelerator, transformer: nn.Module) -> None:
-    """Let FSDP divide a transformer block by block, and compute as DDP does: autocast casts within the layers."""
+    """Let FSDP shard a transformer block by block, and compute as DDP does: autocast casts within the layers."""
     plugin = accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is None and getattr(transformer, "_no_split_modules", None) is None:
         # As LongCat-Image names them
@@ -73,17 +78,17 @@ def model_class(model: nn.Module) -> type:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor, a view; all of a tensor that is not divided."""
+    """Return this process's part of a tensor, a view; all of a tensor that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor that is divided. Collective: call on all ranks."""
+    """Gather a tensor that is sharded. Collective: call on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def unshard_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor that is divided `like` another. Collective: call on all ranks."""
+    """Gather a tensor that is sharded `like` another. Collective: call on all ranks."""
     if not isinstance(like, DTensor):
         return local
     where = (like.device_mesh, like.placements)

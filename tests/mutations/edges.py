@@ -60,10 +60,10 @@ REWARDS = [
             'os.environ.get("VLLM_API_KEY") or api_key\n',
         ),
         (
-            "if way.read(completion).score is None:\n                raise NoAnswerError",
+            "if spec.read(completion).score is None:\n                raise NoAnswerError",
             "if False:\n                raise NoAnswerError",
         ),
-        ('                await self._check_is_up(way.options | {"max_tokens": 1})\n', ""),
+        ('                await self._check_is_up(spec.options | {"max_tokens": 1})\n', ""),
     ),
     *_mutants(
         "rewards/judge_rewards.py",

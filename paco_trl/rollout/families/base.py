@@ -155,7 +155,7 @@ class Family(ABC):
         width = (area * ratio) ** 0.5
         return max(1, round(height / step)) * step, max(1, round(width / step)) * step
 
-    def check_image_size(self, width: int, height: int) -> None:  # noqa: B027  (most pipelines take any)
+    def check_image_size(self, height: int, width: int) -> None:  # noqa: B027  (most pipelines take any)
         """Raise a `ValueError` for a source image that the pipeline would refuse, before anything is encoded."""
 
     def prepare_image(self, pipeline, image: Image.Image, scale: float) -> Image.Image:

@@ -45,7 +45,7 @@ class Flux2Family(Family):
         arguments = super().call_arguments(height, width, guidance_scale, images)
         return arguments | {"image": images} if images else arguments
 
-    def check_image_size(self, width, height):
+    def check_image_size(self, height, width):
         if min(width, height) < MIN_SIDE or max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
                 f"a source image has {width} x {height} pixels, but FLUX.2 takes none with a side under {MIN_SIDE} "
