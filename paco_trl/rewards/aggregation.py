@@ -63,14 +63,24 @@ def log_tame(rewards: torch.Tensor, tamed: Sequence[bool]) -> torch.Tensor:
     return torch.where(tamed, torch.log1p(rewards), rewards)
 
 
+def group_deviations(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Subtract from each value `(groups, N, ...)` the mean of its group over the `mask`; 0 outside the mask."""
+    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, values - mean, 0.0)
+
+
+def group_std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compute the standard deviation of each group over the `mask`, `(groups, 1, ...)`; 0 for a lone value."""
+    degrees = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return torch.sqrt((group_deviations(values, mask) ** 2).sum(dim=1, keepdim=True) / degrees)
+
+
 def normalize_in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Normalize within groups like TRL's advantages, (R - mean) / (std + 1e-4); a lone value becomes 0, NaN stays."""
     grouped = rewards.reshape(-1, num_generations, *rewards.shape[1:])  # (N / G, G, K)
-    centered = grouped - torch.nanmean(grouped, dim=1, keepdim=True)  # (N / G, G, K)
-    count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True)  # (N / G, 1, K)
-    # With fewer than two values the sum of squares is 0, and so is the result; the clamp only avoids 0 / 0
-    variance = torch.nansum(centered**2, dim=1, keepdim=True) / (count - 1).clamp(min=1)  # (N / G, 1, K)
-    return (centered / (variance.sqrt() + 1e-4)).reshape(rewards.shape)
+    scored = ~torch.isnan(grouped)
+    normalized = group_deviations(grouped, scored) / (group_std(grouped, scored) + 1e-4)
+    return torch.where(scored, normalized, torch.nan).reshape(rewards.shape)
 
 
 def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

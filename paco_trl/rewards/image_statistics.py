@@ -26,15 +26,14 @@ def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
     levels = np.minimum(pixels * 4, 3).astype(int) @ (16, 4, 1)
     shares = np.unique(levels, return_counts=True)[1] / levels.size
     statistics = [
-        (down.sum() + right.sum())
-        / (down.size + right.size),  # mean difference of neighbors: 0 without edges, at most 1
+        # Mean difference of neighbors: 0 without edges, at most 1
+        (down.sum() + right.sum()) / (down.size + right.size),
         -(shares * np.log2(shares)).sum(),  # in bits, with four levels per channel: 0 for one color, at most 6
         pixels.mean(),  # 0 for black, 1 for white
         (pixels.max(axis=-1) - pixels.min(axis=-1)).mean(),  # 0 for gray, 1 for pure colors
     ]
-    return list(map(float, statistics)), np.asarray(
-        thumbnail.resize((_DIVERSITY_SIDE, _DIVERSITY_SIDE), Image.Resampling.BOX)
-    )
+    reduced = thumbnail.resize((_DIVERSITY_SIDE, _DIVERSITY_SIDE), Image.Resampling.BOX)
+    return list(map(float, statistics)), np.asarray(reduced)
 
 
 def measure_images(completions: Sequence[Completion]) -> list[tuple[int, tuple[list[float], np.ndarray]]]:

@@ -395,10 +395,8 @@ class RubricReward(JudgedReward):
         self.scale = scale
         self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`
         requirements = RUBRICS.get(str(rubric), {})  # the trainer checks them before it loads a model
-        self.needed_columns, self.min_panels = (
-            requirements.get("needed_columns", ()),
-            requirements.get("min_panels", 1),
-        )
+        self.needed_columns = requirements.get("needed_columns", ())
+        self.min_panels = requirements.get("min_panels", 1)
         super().__init__(model, base_url, **kwargs)
 
     def _questions(self, prompts: list[str], completions: list[Image.Image], **columns) -> Questions:

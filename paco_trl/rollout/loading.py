@@ -39,7 +39,7 @@ def load_pipeline(
     family: Family | None = None,
     **model_init_kwargs,
 ) -> DiffusionPipeline:
-    """Load a pipeline, or cast a loaded one, and freeze it; bf16 would lose updates of weights trained themselves."""
+    """Load (or cast) and freeze a pipeline. Weights that are trained need float32: bf16 would lose small updates."""
     if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
         raise ValueError(
             f"`quantization` is {quantization!r}, but the pipeline is loaded, or `model_init_kwargs` has a "
@@ -266,7 +266,7 @@ def _build_from_config(kind: Any, model: str, **hub_kwargs: Any) -> nn.Module:
 
 
 def is_buildable(model: "str | DiffusionPipeline", model_init_kwargs: dict, family: Family | None) -> bool:
-    """Tell whether a pipeline can be built from configs: it is named, listed, and has no parts of the caller's own."""
+    """Return whether a pipeline can be built from configs: it is named, listed, and has no custom components."""
     if not isinstance(model, str) or "custom_pipeline" in model_init_kwargs:
         return False
     has_modules = any(isinstance(value, nn.Module) for value in model_init_kwargs.values())

@@ -240,12 +240,12 @@ class PromptRows:
                     family.check_image_size(height, width)
 
     def _has_first_panel(self, row_index: int) -> bool:
-        """Tell whether the first image of a row is the source of its others."""
+        """Return whether the first image of a row is the source of its others."""
         return self.is_anchored and len(self.prompt_indices[row_index]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:
-    """Check that a pipeline with this name and family can generate separate images in a way."""
+    """Check that the pipeline supports this `panel_generation`."""
     if family.max_source_images == 0:
         reason = "takes no source image"
     elif family.requires_source_image:

@@ -88,8 +88,7 @@ def check_optimizer_class(optimizer_cls_and_kwargs: Any) -> None:
         optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"`optimizer_cls_and_kwargs` is {optimizer_cls_and_kwargs}, from which no optimizer can be made "
-            f"({error}). "
+            f"`optimizer_cls_and_kwargs` is {optimizer_cls_and_kwargs}, from which no optimizer can be made ({error}). "
             'Pass a class and its arguments, such as `(torch.optim.SGD, {"lr": 0.1})`.'
         ) from error
 

@@ -55,9 +55,7 @@ class Evaluation:
     grid_artifacts: torch.Tensor  # (completions,)
     extra: dict[str, list] = field(default_factory=dict)  # columns that rewards logged
     logged: dict[str, float] = field(default_factory=dict)  # metrics that rewards logged, and of the images
-    pictures: dict[int, Image.Image] = field(
-        default_factory=dict
-    )  # thumbnails by completion number, on the main process
+    pictures: dict[int, Image.Image] = field(default_factory=dict)  # thumbnails by completion, on the main process
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class Evaluator:
         """
         Generate and score all rows at their inference size. Collective: call on all ranks.
 
-        The noise of an image depends on the seed, its row and its number.
+        The noise of an image depends on the seed, its row and its generation.
         """
         args = self.args
         policy = self.policy
@@ -174,14 +172,14 @@ class Evaluator:
         scores = scoring.scores
         check_evaluation_scores(self.rewards, scores.rewards, args.max_excluded_images)
         logged = scores.metrics | image_metrics(measured, generations)
-        by_number = dict(gather_object(artifacts))
-        all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_number.items())], dtype=torch.float64)
+        by_completion = dict(gather_object(artifacts))
+        all_artifacts = torch.tensor([artifact for _, artifact in sorted(by_completion.items())], dtype=torch.float64)
         total = self.rewards.total(scores.rewards)
         thumbnails = dict(gather_object(pictures))
         return Evaluation(scores.rewards, total, all_artifacts, scores.extra, logged, thumbnails)
 
     def _plan_round(self, rows: PromptRows) -> Round:
-        """Return the round of an evaluation, with as many batches for each process, as ZeRO-3 requires."""
+        """Plan an evaluation round with the same number of batches on every process (ZeRO-3)."""
         args = self.args
         family = self.policy.family
         processes = self.policy.accelerator.num_processes

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
+from ..rewards.aggregation import group_deviations, group_std
 from ..rollout import RecordedStep, sde_step
 from .paco_grpo_config import PaCoGRPOConfig
 
@@ -38,11 +39,11 @@ def group_advantages(
     scored = ~torch.isnan(grouped)
     is_valid = scored & (scored.sum(dim=1, keepdim=True) > 1)  # one alone has nothing to be compared with
 
-    deviations = _deviations(grouped, is_valid)
+    deviations = group_deviations(grouped, is_valid)
     if scale_rewards == "group":
-        scale = _std(grouped, is_valid) + 1e-4  # (groups, 1), as in TRL
+        scale = group_std(grouped, is_valid) + 1e-4  # (groups, 1), as in TRL
     elif scale_rewards == "batch":
-        scale = _std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4  # (1, 1)
+        scale = group_std(grouped.view(1, -1), is_valid.view(1, -1)) + 1e-4  # (1, 1)
     else:
         scale = torch.ones_like(grouped)
 
@@ -60,21 +61,10 @@ def informative_groups(
     grouped = rewards.double().view(-1, num_generations)  # (groups, completions)
     is_informative = torch.ones(len(grouped), dtype=torch.bool)  # (groups,)
     if min_std is not None:
-        is_informative &= _std(grouped, ~torch.isnan(grouped)).flatten() > min_std
+        is_informative &= group_std(grouped, ~torch.isnan(grouped)).flatten() > min_std
     if max_mean is not None:
         is_informative &= ~(grouped.nanmean(dim=1) >= max_mean)
     return is_informative
-
-
-def _deviations(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    mean = torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(mask, values - mean, 0.0)
-
-
-def _std(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute the standard deviation of each row, of shape (rows, 1)."""
-    degrees = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    return torch.sqrt((_deviations(values, mask) ** 2).sum(dim=1, keepdim=True) / degrees)
 
 
 class PolicyStep(NamedTuple):
