@@ -150,9 +150,7 @@ class RewardScorer:
 
 
 class RoundScoring:
-    """Rewards of a round in progress. `scores` is set when it finishes."""
-
-    scores: Scores
+    """Rewards of a round in progress."""
 
     def __init__(self, scorer: RewardScorer, scored_round: Round, state: TrainerState):
         self.scorer = scorer
@@ -170,6 +168,13 @@ class RoundScoring:
         self._calls: list[_Call] = []
         self._num_batches = 0
         self._slots = asyncio.Semaphore(_MAX_ASYNC_CALLS)
+        self._scores: Scores | None = None
+
+    @property
+    def scores(self) -> Scores:
+        """Scores of the round, after [`~RewardScorer.scoring`] has ended."""
+        assert self._scores is not None
+        return self._scores
 
     def add(self, completions: list[Completion]) -> None:
         """Add completions and submit full calls. Collective: call equally often on all ranks."""
@@ -206,7 +211,7 @@ class RoundScoring:
         wait_seconds = time.perf_counter() - start_time
         rewards, extra, logged = self._gather()
         hidden = _union_seconds([call.span for call in self._calls], start_time)
-        self.scores = Scores(rewards, extra, logged, wait_seconds, hidden)
+        self._scores = Scores(rewards, extra, logged, wait_seconds, hidden)
 
     def drop(self) -> None:
         """Cancel what is left of an interrupted round."""

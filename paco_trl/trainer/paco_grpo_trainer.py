@@ -107,6 +107,7 @@ class PaCoGRPOTrainer(RoundTrainer):
     _config_class = PaCoGRPOConfig
     _step_class = RecordedStep
     _statistics_class = RatioStatistics
+    statistics: RatioStatistics
 
     @contextmanager
     def _generating(self, training_round: TrainingRound) -> Iterator[RecordingOptions]:

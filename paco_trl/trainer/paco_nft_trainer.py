@@ -121,6 +121,7 @@ class PaCoNFTTrainer(RoundTrainer):
     _config_class = PaCoNFTConfig
     _step_class = NoisedStep
     _statistics_class = VelocityStatistics
+    statistics: VelocityStatistics
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)

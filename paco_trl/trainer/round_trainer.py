@@ -249,7 +249,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         }
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity["weights"])
-        self.statistics: Any = self._statistics_class(self.accelerator, args)
+        self.statistics: StepStatistics = self._statistics_class(self.accelerator, args)
         self.round: TrainingRound | None = None  # `None` until the first micro-step
         self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
