@@ -2,8 +2,8 @@
 """Lookup of a base model's license, which the models trained from it inherit."""
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 from huggingface_hub import ModelCard, constants, model_info
@@ -14,7 +14,8 @@ from ..utils.names import is_local, public_name
 from .account import HTTPError
 
 
-class License(NamedTuple):
+@dataclass(frozen=True)
+class License:
     """A license in the Hub's metadata. Those unknown to the Hub have the identifier `"other"`, a name and a link."""
 
     identifier: str

@@ -184,7 +184,6 @@ def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
 def settings_text(card: ImageModelCard | JudgeCard) -> str:
     """Return the content of `paco_trl.json`."""
     values = {"kind": card.kind, **asdict(card)}
-    values["license"] = card.license and card.license._asdict()
     for name in ("base_model", "merged_adapter"):
         values[name] = values[name] and public_name(values[name])
     values = {name: without_nan(value) for name, value in values.items() if value not in (None, [], {})}
