@@ -42,8 +42,7 @@ from paco_trl.hub.settings import (
     save_settings,
 )
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
-from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows
-from paco_trl.trainer.publishing import training_seconds
+from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows, training_seconds
 from paco_trl.utils.model_files import SETTINGS
 from test_paco_reward_trainer import colours
 from testing_utils import SMALL_RUN

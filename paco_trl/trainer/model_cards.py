@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,64 @@ from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from PIL import Image
 from torch import nn
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainerState
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
+from ..hub.licenses import License, base_license
+from ..hub.pushing import HubPusher
 from ..hub.settings import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
+from ..utils.fingerprint import version
 from ..utils.fsdp import shards_weights
-from ..utils.names import is_local, public_name
+from ..utils.names import is_local, public_name, relative_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
 
-LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+TRAIN_SECONDS = "train_seconds"  # key of the log
+_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+
+
+def common_card_fields(
+    args: PaCoGRPOConfig | PaCoRewardConfig,
+    state: TrainerState,
+    pusher: HubPusher | None,
+    base_model: str,
+    tag_names: list[str],
+    paper: dict[str, str],
+    *,
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: str | list[str] | None = None,
+    license: str | None = None,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Return the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
+    local = Path(args.output_dir).absolute()
+    repo_id = pusher.repo_id if pusher else args.hub_model_id
+    token = pusher.api.token if pusher else None
+    return {
+        "title": model_name or (repo_id or local.name).split("/")[-1],
+        "repo_id": repo_id or relative_name(str(local)),
+        "base_model": base_model,
+        "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
+        "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
+        "datasets": [public_name(dataset_name)] if dataset_name else [],
+        "tags": [*tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+        "hardware": describe_hardware(args.device, args.world_size),
+        "seconds": training_seconds(state, step),
+        "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "paper": paper,
+    }
+
+
+def training_seconds(state: TrainerState, step: int | None = None) -> float | None:
+    """Return the seconds of training logged up to a step, or to the last one; `None` without training."""
+    logged = (entry for entry in reversed(state.log_history) if TRAIN_SECONDS in entry)
+    return next((entry[TRAIN_SECONDS] for entry in logged if step is None or entry["step"] <= step), None)
 
 
 def describe_hardware(device: torch.device, processes: int) -> str:

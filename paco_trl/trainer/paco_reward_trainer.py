@@ -60,7 +60,7 @@ from .config_utils import check_best_metric, check_optimizer_class, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
-from .model_cards import describe_lora, judge_settings
+from .model_cards import common_card_fields, describe_lora, judge_settings
 from .paco_reward_config import PaCoRewardConfig
 from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
 from .run_settings import describe_run
@@ -636,11 +636,14 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
 
     def _model_card(self, **fields) -> JudgeCard:
         """Fill in the current card of the judge."""
+        args = self.args
         max_pixels = pixel_limit(self.processing_class)
         return JudgeCard(
-            **self._card_fields(self.base_model_name, **fields),
+            **common_card_fields(
+                args, self.state, self.pusher, self.base_model_name, self._tag_names, self._paper, **fields
+            ),
             lora=describe_lora(self.model, quantization=describe_quantization(self.model)),
-            settings=judge_settings(self.args, len(self.train_dataset), self._question, max_pixels, self._card_step),
+            settings=judge_settings(args, len(self.train_dataset), self._question, max_pixels, self._card_step),
             evaluations=self.evaluations,
             pictures=sorted(self.pictures),
         )

@@ -2,30 +2,23 @@
 """Mixin of the trainers that pushes to the Hub in the background."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
 from huggingface_hub import CommitInfo, HfApi
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..hub.account import check_repo, explain_outages, prepare_repo
 from ..hub.cards import save_card
 from ..hub.files import foreign_files
-from ..hub.licenses import License, base_license
+from ..hub.licenses import base_license
 from ..hub.pushing import HubPusher, load_push_target, save_push_target
-from ..utils.fingerprint import version
 from ..utils.logs import get_logger
-from ..utils.names import public_name, relative_name
-from .model_cards import LIBRARIES, cached_commit, describe_hardware
 
 
 logger = get_logger(__name__)
-
-
-TRAIN_SECONDS = "train_seconds"  # key of the log
 
 
 class HubTrainer(Trainer):
@@ -153,35 +146,6 @@ class HubTrainer(Trainer):
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))
 
-    def _card_fields(
-        self,
-        base_model: str,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        license: str | None = None,
-        step: int | None = None,
-    ) -> dict[str, Any]:
-        """Fill in the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
-        pusher, args = self.pusher, self.args
-        local = Path(args.output_dir).absolute()
-        repo_id = self.hub_model_id or args.hub_model_id or relative_name(str(local))
-        token = pusher.api.token if pusher else None
-        return {
-            "title": model_name or (self.hub_model_id or args.hub_model_id or local.name).split("/")[-1],
-            "repo_id": repo_id,
-            "base_model": base_model,
-            "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
-            "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
-            "datasets": [public_name(dataset_name)] if dataset_name else [],
-            "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-            "hardware": describe_hardware(self.accelerator.device, self.accelerator.num_processes),
-            "seconds": training_seconds(self.state, step),
-            "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "versions": {name: version(name) for name in LIBRARIES},
-            "paper": self._paper,
-        }
-
     def _push_model(self, folder: str | Path) -> None:
         """Upload a model that was just saved."""
         if self.is_world_process_zero():
@@ -192,9 +156,3 @@ class HubTrainer(Trainer):
         """Wait for a running upload; failures are reported, not raised."""
         if self.pusher is not None:
             self.pusher.wait()
-
-
-def training_seconds(state: TrainerState, step: int | None = None) -> float | None:
-    """Return the seconds of training logged up to a step, or to the last one; `None` without training."""
-    logged = (entry for entry in reversed(state.log_history) if TRAIN_SECONDS in entry)
-    return next((entry[TRAIN_SECONDS] for entry in logged if step is None or entry["step"] <= step), None)

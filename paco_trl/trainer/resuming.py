@@ -41,7 +41,8 @@ from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
 from ..utils.stopping import StopRequested, agree, defer_stop_signals, stop_signals
-from .publishing import TRAIN_SECONDS, HubTrainer, training_seconds
+from .model_cards import TRAIN_SECONDS, training_seconds
+from .publishing import HubTrainer
 
 
 class FunctionCallback(TrainerCallback):

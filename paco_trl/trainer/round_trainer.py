@@ -101,6 +101,7 @@ from .losses import (
     informative_groups,
 )
 from .model_cards import (
+    common_card_fields,
     describe_lora,
     evaluation_rows,
     image_settings,
@@ -879,7 +880,9 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         pictures = self._pictures(use_ema)
         return ImageModelCard(
-            **self._card_fields(base_model, step=step, **fields),
+            **common_card_fields(
+                args, self.state, self.pusher, base_model, self._tag_names, self._paper, step=step, **fields
+            ),
             lora=describe_lora(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
             formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],

@@ -447,7 +447,7 @@ TRAINING = [
         ),
     ),
     *_mutants(
-        "trainer/publishing.py",
+        "trainer/model_cards.py",
         "test_model_cards.py::TestWhatItSays::test_time_goes_on_after_a_resume",
         ('entry["step"] <= step)', 'entry["step"] >= step)'),
     ),
