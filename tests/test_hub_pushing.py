@@ -15,10 +15,10 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hub_server import READ_TOKEN, TOKEN, WRONG_TOKEN, HubServer
-from paco_trl.hub import account, pushing
-from paco_trl.hub.account import prepare_repo
+from paco_trl.hub import pushing, repositories
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from paco_trl.hub.pushing import select_files
+from paco_trl.hub.repositories import prepare_repo
 from paco_trl.utils.model_files import SETTINGS
 from paco_trl.utils.stopping import EXIT_CODE, StopRequested
 
@@ -81,7 +81,7 @@ def push_model(output_dir: str, step: int) -> str:
 
 
 def prepare(repo_id: str, token: str | None = TOKEN, **kwargs) -> str:
-    kwargs = {"private": None, "revision": None, "base_model": None, "files": PIPELINE_ADAPTER, **kwargs}
+    kwargs = {"private": None, "revision": None, "base_model": None, "published_files": PIPELINE_ADAPTER, **kwargs}
     return prepare_repo(HfApi(token=token), repo_id, **kwargs)
 
 
@@ -115,7 +115,7 @@ def repository(hub):
         (LocalEntryNotFoundError("no connection"), True),
         (TimeoutError("of Xet"), True),
         (BrokenPipeError("closed"), True),
-        (account.HTTPError("no route"), True),
+        (repositories.HTTPError("no route"), True),
         (FileNotFoundError("a staged file"), False),
         (PermissionError("a staged file"), False),
         (OSError(28, "No space left on device"), False),
@@ -129,7 +129,7 @@ def test_what_is_an_outage(cause, is_outage, is_wrapped):
     error = RuntimeError("Error while uploading 'x'") if is_wrapped or cause is None else cause
     with (
         pytest.raises(ConnectionError if is_outage else type(error)) as raised,
-        account.explain_outages(HfApi(), "Later."),
+        repositories.explain_outages(HfApi(), "Later."),
     ):
         raise error from (cause if is_wrapped else None)
     assert ("Later." in str(raised.value)) is is_outage and (is_outage or raised.value is error)
@@ -265,7 +265,7 @@ class TestOutages:
         assert "422" in outcome["message"] and "paco-trl push" not in outcome["message"]  # it would be refused again
 
     def test_no_answer(self, hub, run, tmp_path, monkeypatch):
-        monkeypatch.setattr(account, "_TIMEOUT", (1.0, 1.0, 1.0, None))
+        monkeypatch.setattr(repositories, "_TIMEOUT", (1.0, 1.0, 1.0, None))
         hub.latency = 20.0
         hub.fault = lambda method, path: "slow" if "/commit/" in path else None
         outcome = run(push_model, str(tmp_path / "out"), 2)
@@ -417,8 +417,8 @@ class TestChecks:
         assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
         # Weights that the push would leave there
         own = ["adapter_model.safetensors", "README.md"]
-        assert run(prepare, "tester/adapter", base_model="some/base", files=own)["result"]
-        outcome = run(prepare, "tester/adapter", base_model="some/base", files=["model*.safetensors"])
+        assert run(prepare, "tester/adapter", base_model="some/base", published_files=own)["result"]
+        outcome = run(prepare, "tester/adapter", base_model="some/base", published_files=["model*.safetensors"])
         assert "has other weights, such as 'adapter_model.safetensors'" in outcome["message"]
 
     def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):

@@ -34,8 +34,8 @@ from transformers import TrainerState
 from .. import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoNFTConfig
 from ..checkpointing.checkpoints import find_checkpoint, list_checkpoints
 from ..checkpointing.weights import trained_parameters
-from ..hub.account import HTTPError, check_repo, check_repo_contents
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
+from ..hub.repositories import HTTPError, check_repo, check_repo_contents
 from ..planning import MemoryPlan, plan_memory
 from ..planning.image_run import ImageRun
 from ..planning.known_models import resolve_model_configs

@@ -7,10 +7,10 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..checkpointing.checkpoints import find_saved_model
-from ..hub.account import check_token, prepare_repo
 from ..hub.cards import render_card, replace_repo_id
 from ..hub.files import get_published_files, select_files
 from ..hub.pushing import HubPusher, load_push_target, save_push_target
+from ..hub.repositories import check_token, prepare_repo
 from ..hub.settings import load_settings, settings_text
 from ..utils.errors import OptionError
 from ..utils.model_files import SETTINGS

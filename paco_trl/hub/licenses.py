@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 
 from ..utils.files import read_template
 from ..utils.names import is_local, public_name
-from .account import HTTPError
+from .repositories import HTTPError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ..utils.background import CallExecutor
 from ..utils.errors import is_user_error
 from ..utils.files import read_record, write_atomically
 from ..utils.names import is_local, public_name
-from .account import explain_outages
 from .files import is_one_of, select_files
+from .repositories import explain_outages
 
 
 # Not accelerate's logger, which raises without an accelerate state: a log line must never stop a run

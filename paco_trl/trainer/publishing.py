@@ -10,11 +10,11 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..hub.account import check_repo, explain_outages, prepare_repo
 from ..hub.cards import save_card
 from ..hub.files import foreign_files
 from ..hub.licenses import base_license
 from ..hub.pushing import HubPusher, load_push_target, save_push_target
+from ..hub.repositories import check_repo, explain_outages, prepare_repo
 from ..utils.logs import get_logger
 
 

@@ -455,7 +455,7 @@ TRAINING = [
 
 HUB = [
     *_mutants(
-        "hub/account.py",
+        "hub/repositories.py",
         f"{_PUSHING}TestChecks",
         ("if private and not info.private:", "if False:"),
         ("if SETTINGS not in files:", "if False:"),
@@ -464,10 +464,10 @@ HUB = [
         ("        api.auth_check(repo_id, repo_type=repo_type, write=True)\n", ""),
     ),
     *_mutants(
-        "hub/account.py",
+        "hub/repositories.py",
         f"{_PUSHING}TestOutages::test_until_the_end {_PUSHING}TestOutages::test_refused_for_good",
-        ("status < 500 and status not in", "status < 600 and status not in"),
-        ("(status < 500 and status not in (408, 409, 412, 425, 429))", "False"),
+        ("status >= 500 or status in", "status >= 600 or status in"),
+        ("status >= 500 or status in (408, 409, 412, 425, 429)", "True"),
     ),
     *_mutants(
         "hub/files.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the token and the repository before a run."""
+"""Checks of a repository before something is pushed to it, and errors that say that the Hub cannot be reached."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,39 +24,45 @@ from .files import is_one_of
 
 
 # The common base class of Hub and connection errors: `httpx.HTTPError` or, since huggingface_hub 2, `httpx2.HTTPError`
-HTTPError = HfHubHTTPError.__bases__[0]
+HTTPError: type[Exception] = next(cls for cls in HfHubHTTPError.__mro__ if cls.__name__ == "HTTPError")
 _OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises the built-in ones
 
 # Files of a repository that has no model yet
 _UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
 
-# Seconds to connect, read, write, and wait for a connection. Without them the Hub's client, and the run, may hang
-# forever
-_TIMEOUT = (30.0, 120.0, 120.0, None)
+_TIMEOUT = (30.0, 120.0, 120.0, None)  # seconds to connect, read, write, and wait for a connection
+
+
+def _limit_hub_timeout() -> None:
+    """Give the Hub's client a timeout, if it has none. Otherwise a lost connection hangs the run."""
+    session = get_session()
+    if session.timeout.read is None:
+        session.timeout = _TIMEOUT
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Return whether the Hub does not answer, or is still overloaded after its client's retries."""
+    if not isinstance(error, _OUTAGES) or isinstance(error, OfflineModeIsEnabled):  # a missing file, for example
+        return False
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
+    return status >= 500 or status in (408, 409, 412, 425, 429)
 
 
 @contextmanager
 def explain_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
     """
-    Raise a `ConnectionError` with a remedy if the Hub does not answer, or is still overloaded after its client's
-    retries.
+    Raise a `ConnectionError` with a remedy if the Hub cannot be reached. Requests that it refuses keep their error.
 
-    Requests that the Hub refuses keep their error.
+    The Hub's client gets a timeout, so that a lost connection is an error too.
     """
-    session = get_session()
-    if session.timeout.read is None:
-        session.timeout = _TIMEOUT
+    _limit_hub_timeout()  # each time, since the client is replaced by a new one when it cannot connect
     try:
         yield
     except (*_OUTAGES, RuntimeError) as error:
         cause: BaseException = error
         while type(cause) is RuntimeError and cause.__cause__ is not None:  # LFS uploads wrap their error
             cause = cause.__cause__
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 503
-        is_local = isinstance(cause, OfflineModeIsEnabled) or not isinstance(
-            cause, _OUTAGES
-        )  # a missing file, for example
-        if is_local or (status < 500 and status not in (408, 409, 412, 425, 429)):
+        if not _is_outage(cause):
             raise
         raise ConnectionError(
             f"{api.endpoint} cannot be reached ({type(cause).__name__}: {' '.join(str(cause).split())}). {remedy}"
@@ -64,7 +70,7 @@ def explain_outages(api: HfApi, remedy: str = "Try again when the Hub can be rea
 
 
 def check_token(api: HfApi) -> None:
-    """Check that there is a token; whether the Hub takes it is not asked."""
+    """Check that a token is set. Whether it is valid is checked by the first request."""
     if not (api.token or get_token()):
         raise LocalTokenNotFoundError("There is no token of the Hub. Log in with `hf auth login`, or set `HF_TOKEN`.")
 
@@ -125,12 +131,17 @@ def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, pub
 
 
 def prepare_repo(
-    api: HfApi, repo_id: str, private: bool | None, revision: str | None, base_model: str | None, files: list[str]
+    api: HfApi,
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    base_model: str | None,
+    published_files: list[str],
 ) -> str:
     """Check a repository, create it and the branch if they do not exist, and return the full id."""
     repo_id, info = check_repo(api, repo_id, private, revision=revision)
     if info is not None:
-        check_repo_contents(api, info, base_model, files)
+        check_repo_contents(api, info, base_model, published_files)
     with explain_outages(api):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
