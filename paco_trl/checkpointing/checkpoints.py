@@ -84,7 +84,7 @@ def commit_checkpoint(staging_dir: Path, output_dir: str | Path, run: dict) -> P
 
 
 def _find_replaced(folder: Path) -> dict[Path, Path]:
-    """Find checkpoints that are only in the staging folder, after a kill between the two renames of `publish`."""
+    """Find checkpoints that are only in the staging folder, after a kill between the two renames of `commit_checkpoint`."""
     paths = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
     return {checkpoint: path for checkpoint, path in paths.items() if incomplete_files(checkpoint)}
 
@@ -133,14 +133,23 @@ def _delete_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(trash.parent, ignore_errors=True)
 
 
-def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """List the checkpoints in an output directory, complete or not, latest first."""
-    folder = Path(output_dir)
+def _restore_interrupted(folder: Path) -> None:
+    """Put back a checkpoint that a killed run was replacing, unless a run is replacing it now."""
     lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
     if _find_replaced(folder) and take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT) is None:
         with suppress(OSError):  # read-only, or restored by another process
             _restore_replaced(folder)
         lock.release()
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """
+    List the checkpoints in an output directory, complete or not, latest first.
+
+    One that a killed run was replacing is put back before, so that no reader takes it for lost.
+    """
+    folder = Path(output_dir)
+    _restore_interrupted(folder)
     paths = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
     return sorted((path for path in paths if path.is_dir()), key=lambda path: -int(path.name.split("-")[1]))
 
@@ -156,7 +165,7 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: str | bool |
         return None
     is_path = requested is not True and requested != "auto"
     if is_path and not Path(str(requested)).exists():
-        list_checkpoints(Path(str(requested)).parent)  # restores a checkpoint after a kill
+        _restore_interrupted(Path(str(requested)).parent)
     if is_path and (of_run := list_checkpoints(str(requested))):
         message = f"'{requested}' is the directory of a run. Name one of its checkpoints, such as '{of_run[0]}'."
         raise OptionError(message, "resume_from_checkpoint")
