@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 POLICY_WEIGHTS = "policy.safetensors"  # trained weights, except under DeepSpeed, which has its own files
 EMA_WEIGHTS = "ema.safetensors"
-STATE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
+TRAINER_STATE_FILE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
 # Checkpoints are written in this folder and then renamed, so that an existing `checkpoint-N` is complete
 STAGING = ".saving"
+_SHARDED_BY = "processes of DeepSpeed"  # part of a run's identity, since they shard the optimizer's state
 _LOCK_TIMEOUT = 5.0  # seconds to wait for other processes that restore a checkpoint
 
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
@@ -210,17 +211,18 @@ def check_resumed_run(
         raise ValueError(
             f"'{checkpoint}' is from an older version or another trainer. Start {_new_run_from(checkpoint)}."
         )
-    old_num_processes, key = saved_run["num_processes"], "processes of DeepSpeed"  # which shards the optimizer's state
-    old_identity = saved_run["identity"] | {key: old_num_processes if saved_run["is_deepspeed"] else None}
-    check_identity(checkpoint, old_identity, identity | {key: num_processes if is_deepspeed else None})
+    old_num_processes = saved_run["num_processes"]
+    old_identity = saved_run["identity"] | {_SHARDED_BY: old_num_processes if saved_run["is_deepspeed"] else None}
+    check_identity(checkpoint, old_identity, identity | {_SHARDED_BY: num_processes if is_deepspeed else None})
     if old_num_processes != num_processes:
-        result = (
-            ": the images are the same, but sums are rounded differently." if "is_round_pending" in saved_run else "."
-        )
-        if saved_run.get("is_round_pending"):
+        if "is_round_pending" not in saved_run:  # a judge's
+            result = "."
+        elif saved_run["is_round_pending"]:
             result = (
                 ". It is in the middle of a round, whose images are stored per process: the round is generated again."
             )
+        else:
+            result = ": the images are the same, but sums are rounded differently."
         _warn(f"'{checkpoint}' was saved by {old_num_processes} processes, now there are {num_processes}{result}")
     if changes := differences(saved_run["settings"], settings):
         lines = "\n  ".join(["", *changes])
@@ -375,8 +377,8 @@ def rotate_checkpoints(output_dir: str, limit: int | None, best: str | None) -> 
     complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
-    # After resuming from an earlier checkpoint, checkpoints of later steps are the oldest. Times only tell the newest
-    # one, since a copied run has other times
+    # If the run was resumed from an earlier checkpoint, those of later steps are left from before, so they go first.
+    # File times only tell which one is newest, since a copied run has other times
     newest = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
     protected = [newest, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]
     num_earlier = complete.index(newest) + 1

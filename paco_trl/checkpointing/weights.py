@@ -133,7 +133,7 @@ def load_weights(model: nn.Module, full: dict[str, torch.Tensor], zero_stage: in
             f"as {min(mismatched)!r}. Use the same adapter, or another `output_dir`."
         )
     local = split_weights(model, full, zero_stage)
-    _write(model, local, zero_stage)
+    _copy_into_model(model, local, zero_stage)
     if zero_stage == 0:
         return
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
@@ -149,15 +149,15 @@ def use_weights(model: nn.Module, local: dict[str, torch.Tensor] | None, zero_st
     if local is None:
         yield
         return
-    original_weights = {name: tensor.clone() for name, tensor in _read(model, zero_stage).items()}
-    _write(model, local, zero_stage)
+    original_weights = {name: tensor.clone() for name, tensor in _forward_tensors(model, zero_stage).items()}
+    _copy_into_model(model, local, zero_stage)
     try:
         yield
     finally:
-        _write(model, original_weights, zero_stage)
+        _copy_into_model(model, original_weights, zero_stage)
 
 
-def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
+def _forward_tensors(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
     """Return the tensors that forward passes read, in the model's dtype: partitions, or parameters."""
     return {
         name: (parameter.ds_tensor if zero_stage == 3 else local_shard(parameter.detach())).data
@@ -166,7 +166,7 @@ def _read(model: nn.Module, zero_stage: int) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _write(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) -> None:
+def _copy_into_model(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) -> None:
     parameters = trained_parameters(model)
     gathered_parameters = []
     if zero_stage == 3:
@@ -174,7 +174,7 @@ def _write(model: nn.Module, local: dict[str, torch.Tensor], zero_stage: int) ->
 
         # Small weights stay gathered between forward passes, and would be stale
         gathered_parameters = [p for p in parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE]
-    for name, target in _read(model, zero_stage).items():
+    for name, target in _forward_tensors(model, zero_stage).items():
         target.copy_(local[name])
     for parameter in gathered_parameters:
         parameter.partition()

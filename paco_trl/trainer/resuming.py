@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpointing.checkpoints import (
-    STATE,
+    TRAINER_STATE_FILE,
     check_identity,
     check_no_checkpoints,
     check_no_model,
@@ -293,7 +293,7 @@ class ExactResumeMixin(HubTrainer):
                 saved = callback.state()
                 of = state.stateful_callbacks
                 of[name] = [*of[name], saved] if isinstance(of[name], list) else saved
-        state.save_to_json(str(folder / STATE))
+        state.save_to_json(str(folder / TRAINER_STATE_FILE))
 
 
 def record_rng_state(device: torch.device) -> Callable[[], None]:

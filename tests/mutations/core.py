@@ -401,7 +401,7 @@ MUTANTS = [
     ("paco_trl/checkpointing/weights.py", 'value.detach().to("cpu", copy=True)', 'value.detach().to("cpu")', EMA + "::TestArithmetic::test_whole_and_load_are_copies"),
     ("paco_trl/checkpointing/weights.py", "            self.average[name].copy_(tensor)", "            self.average[name] = tensor", EMA + "::TestArithmetic::test_whole_and_load_are_copies"),
     ("paco_trl/checkpointing/weights.py", "original_weights = {name: tensor.clone() for", "original_weights = {name: tensor for", EMA + "::TestSwap::test_forwards_see_other_weights_and_then_their_own_to_the_bit"),
-    ("paco_trl/checkpointing/weights.py", "    finally:\n        _write(model, original_weights, zero_stage)", "    finally:\n        pass", EMA + "::TestSwap::test_forwards_see_other_weights_and_then_their_own_to_the_bit"),
+    ("paco_trl/checkpointing/weights.py", "    finally:\n        _copy_into_model(model, original_weights, zero_stage)", "    finally:\n        pass", EMA + "::TestSwap::test_forwards_see_other_weights_and_then_their_own_to_the_bit"),
     ("paco_trl/checkpointing/weights.py", "full.keys() ^ trained_parameters(model).keys()", "trained_parameters(model).keys() - full.keys()", "tests/test_checkpoints.py::test_other_weights_than_those_that_are_trained"),
     ("paco_trl/checkpointing/weights.py", "[name for name in expected if name not in names_with_gradient]", "[]", "tests/test_family_training.py::test_two_processes_have_the_gradients_of_one"),
 ]

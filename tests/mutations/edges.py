@@ -404,9 +404,9 @@ TRAINING = [
         ("if resume_from_checkpoint is None and int(", "if int("),
         ('old_identity = saved_run["identity"] |', "old_identity = identity |"),
         ("if old_num_processes != num_processes:", "if False:"),
-        ('{key: old_num_processes if saved_run["is_deepspeed"] else None}', "{key: None}"),
-        ("{key: num_processes if is_deepspeed else None}", "{key: None}"),
-        ('if saved_run.get("is_round_pending"):', "if False:"),
+        ('{_SHARDED_BY: old_num_processes if saved_run["is_deepspeed"] else None}', "{_SHARDED_BY: None}"),
+        ("{_SHARDED_BY: num_processes if is_deepspeed else None}", "{_SHARDED_BY: None}"),
+        ('elif saved_run["is_round_pending"]:', "elif False:"),
         ('_sync(*staging_dir.rglob("*"), staging_dir)', "_sync(staging_dir)"),
         (
             'if changes := differences(read_run(checkpoint).get("identity", identity), identity):',
