@@ -27,28 +27,30 @@ from .repositories import explain_outages
 logger = logging.getLogger(__name__)
 
 # In the output directory: the target of uploads, and the files of pending ones
-STAGING = ".pushing"
+PUSH_DIR = ".pushing"
 _REPOSITORY = "repository.json"
 
 
 def save_push_target(output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None) -> None:
     """Record the target of an output directory's uploads. `revision=None` is the main branch."""
-    shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)  # a killed run may have left files
+    shutil.rmtree(Path(output_dir) / PUSH_DIR, ignore_errors=True)  # a killed run may have left files
     repository = {"repo_id": repo_id, "revision": revision, "private": private}
-    write_atomically(Path(output_dir) / STAGING / _REPOSITORY, json.dumps(repository))
+    write_atomically(Path(output_dir) / PUSH_DIR / _REPOSITORY, json.dumps(repository))
 
 
 def load_push_target(output_dir: str | Path) -> dict[str, Any]:
     """Read the record of [`save_push_target`], an empty dictionary if no upload was ever prepared."""
-    return read_record(Path(output_dir) / STAGING / _REPOSITORY)
+    return read_record(Path(output_dir) / PUSH_DIR / _REPOSITORY)
 
 
 @dataclass
 class HubPusher:
-    """Uploads saved models and checkpoints, one after the other, while a run trains."""
+    """
+    Upload saved models and checkpoints one after the other, while training goes on.
 
-    # Files are first staged in `output_dir/.pushing` as hard links (no copies), so that saving over or deleting the
-    # originals does not change a pending upload
+    Files are first staged in `output_dir/.pushing` as hard links, so that saving over the originals does not change a
+    pending upload.
+    """
 
     api: HfApi
     repo_id: str
@@ -94,8 +96,8 @@ class HubPusher:
     def _stage(
         self, folder: str | Path, checkpoint_name: str | None = None, contents: Mapping[str, str] | None = None
     ) -> Path:
-        (self.output_dir / STAGING).mkdir(parents=True, exist_ok=True)
-        staging_dir = Path(tempfile.mkdtemp(dir=self.output_dir / STAGING))
+        (self.output_dir / PUSH_DIR).mkdir(parents=True, exist_ok=True)
+        staging_dir = Path(tempfile.mkdtemp(dir=self.output_dir / PUSH_DIR))
         for name, path in select_files(folder, self.published_files).items():
             (staging_dir / name).parent.mkdir(exist_ok=True)
             _link(path, staging_dir / name)
@@ -107,7 +109,7 @@ class HubPusher:
             base = values.get("base_model_name_or_path")
             if base and is_local(base):  # publish no local path
                 text = json.dumps(values | {"base_model_name_or_path": public_name(base)}, indent=2)
-                # Padded, since a shorter file would count as truncated
+                # Padded to the recorded size: `incomplete_files` takes a shorter file for a truncated one
                 write_atomically(config, text.ljust(config.stat().st_size))
         for name, text in (contents or {}).items():
             write_atomically(staging_dir / name, text)
