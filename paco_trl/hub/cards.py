@@ -123,7 +123,7 @@ def saving_with_card(
 
 
 def _keep_edited(folder: Path) -> None:
-    """Keep a copy of a card in which somebody has written, or which has results of a model that is replaced."""
+    """Keep a copy of a card that somebody has edited, or that has results of the model it replaces."""
     path = folder / "README.md"
     card = load_settings(folder) if path.is_file() else None
     if card is None or path.read_bytes() == str(render_card(card)).encode():
@@ -137,7 +137,7 @@ def _keep_edited(folder: Path) -> None:
 
 
 def replace_repo_id(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:
-    """Replace the repository id in the code snippets of a rendered card with the repository it is pushed to."""
+    """Replace the repository id in the code blocks of a card, so that they load the pushed model."""
     not_base_model = (
         r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # keep base models, and the name of a served model
     )

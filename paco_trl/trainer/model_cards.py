@@ -136,8 +136,10 @@ def image_settings(
 
 
 def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
-    """Return how a pipeline was loaded, besides its dtype: `offload` says that encoders and transformer take turns."""
-    # All weights and their optimizer took more on one device than everything takes without training
+    """
+    Return how the pipeline was loaded. `offload` means that text encoders and transformer take turns on the GPU.
+    """
+    # Full fine-tuning needs more memory than inference with everything on the GPU, so there is no need to offload
     offload = is_adapter or shards_weights(args)
     return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}
 
@@ -164,7 +166,10 @@ def _model_of(reward: Callable) -> str | None:
 def reward_rows(
     log_history: list[dict], functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
 ) -> list[RewardRow]:
-    """Describe each reward of a run, with its mean in the first and the last round; before a resume it had others."""
+    """
+    Describe each reward with its mean in the first and the last round, including rewards that the run had before it
+    was resumed.
+    """
     history = [entry for entry in log_history if "reward" in entry]
     first, last = (history[0], history[-1]) if history else ({}, {})
     rewards: dict[str, tuple[float | None, str | None]] = {

@@ -53,7 +53,7 @@ class HubTrainer(Trainer):
             earlier = load_push_target(args.output_dir)
             earlier_id = earlier.get("repo_id", "")
             requested = {"repo_id": earlier_id, "revision": args.hub_revision, "private": private}
-            if earlier != requested or not f"/{earlier_id}".endswith(f"/{repo_id}"):
+            if earlier != requested or not _is_same_repo(earlier_id, repo_id):
                 raise ConnectionError(
                     f"{error} Or start with `push_to_hub=False`, and upload by `paco-trl push {args.output_dir} "
                     f"--hub_model_id {repo_id}`."
@@ -68,7 +68,7 @@ class HubTrainer(Trainer):
         """
         Create the repository, or check that it is writable. Collective: call on all ranks.
 
-        `None` is `hub_token` and `hub_private_repo`.
+        `token` and `private` default to `args.hub_token` and `args.hub_private_repo`.
         """
         self._init_pusher(self.args, token, private)
         if self.pusher is not None:
@@ -141,7 +141,11 @@ class HubTrainer(Trainer):
         license: str | None = None,
         **kwargs,
     ) -> None:
-        """Write the card. The run fills in fields that are `None`; `use_ema=False` is for the last step's weights."""
+        """
+        Write the model card. Fields that are `None` come from the run.
+
+        `use_ema=False` describes the weights of the last step instead of their average.
+        """
         if self.is_world_process_zero():
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))
@@ -156,3 +160,8 @@ class HubTrainer(Trainer):
         """Wait for a running upload; failures are reported, not raised."""
         if self.pusher is not None:
             self.pusher.wait()
+
+
+def _is_same_repo(full_id: str, repo_id: str) -> bool:
+    """Return whether the id of a repository, with or without its owner, is that of `full_id`."""
+    return full_id == repo_id or full_id.split("/")[-1] == repo_id
