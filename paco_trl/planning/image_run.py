@@ -84,7 +84,7 @@ class ImageRun:
 
     @property
     def prompts_per_round(self) -> int:
-        """Count the embeddings that a round holds; images of a prompt share them unless batches span prompts."""
+        """Embeddings that a round holds. Images of a prompt share them unless batches span prompts."""
         round_plan = self.args.round_plan
         if round_plan.num_generations % round_plan.rollout_batch_size:
             return round_plan.micro_batches_per_process * round_plan.batch_size
@@ -92,12 +92,12 @@ class ImageRun:
 
     @property
     def embeddings_bytes(self) -> int:
-        """Count the bytes of the embeddings that a round holds."""
+        """Bytes of the embeddings that a round holds."""
         return self.prompts_per_round * sum(tensor.nbytes for tensor in self.pipeline.embeddings(self.image).values())
 
     @property
     def latents_bytes(self) -> int:
-        """Count the bytes of the float32 latents that a round keeps for each image and step."""
+        """Bytes of the float32 latents that a round keeps for each image and step."""
         args, round_plan = self.args, self.args.round_plan
         # The latents before and after a step, and its mean; in DiffusionNFT and AWM an input, a target and a velocity
         # per time. With source images, the transformer's input as well

@@ -25,8 +25,8 @@ from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, training_memory
 
 
 _QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
-# Of a question with a theme of some sentences and the chat template, and of a question with its answer and reasons
-QUESTION_TOKENS, PAIR_TOKENS = 192, 512
+QUESTION_TOKENS = 192  # a question with a theme of a few sentences, and the chat template
+PAIR_TOKENS = 512  # a question, its answer and the reasons
 
 
 def judge_tokens(pixels: int, text_tokens: int) -> int:
@@ -62,7 +62,10 @@ class JudgeNetwork:
         getattr(self.network, f"activation_checkpointing_{'enable' if checkpointing else 'disable'}")()
         with self.mode, training_precision(self.dtype, trains):
             embeds = torch.empty(batch_size, num_tokens, width, dtype=self.dtype, requires_grad=trains)
-            forward = lambda: decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state  # noqa: E731
+
+            def forward() -> torch.Tensor:
+                return decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
+
             return measure_peak(forward, self.model.train(trains), trains)
 
 

@@ -94,6 +94,7 @@ def training_precision(dtype: torch.dtype, autocasts: bool = True) -> Iterator[N
         return norm(*args, **kwargs)
 
     norms = ("layer_norm", "group_norm", "rms_norm")  # AT_FORALL_FP32 in ATen/autocast_mode.h (torch 2.15)
+    # Patched, since torch registers no such rule for the CPU, and `patch` puts its functions back after errors too
     norm_patches: dict[str, Any] = {name: functools.partial(in_float32, getattr(functional, name)) for name in norms}
     with (
         patch.multiple(functional, **norm_patches),

@@ -45,7 +45,7 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device."""
+        """Bytes on the device."""
         return sum(self.device.values())
 
 
@@ -104,13 +104,13 @@ class MemoryPlan:
 
     @functools.cached_property
     def phases(self) -> list[Phase]:
-        """Return the run's phases in order. Tabulate with `pd.DataFrame({p.name: p.device for p in plan.phases})`."""
+        """Phases of the run in order. Tabulate with `pd.DataFrame({p.name: p.device for p in plan.phases})`."""
         return self.run.phases(self)
 
     @functools.cached_property
     def commands(self) -> list[Phase]:
         """
-        Return the memory of `evaluate prompts`, `evaluate images`, `build grids` and `space` with the trained model,
+        Memory of `evaluate prompts`, `evaluate images`, `build grids` and `space` with the trained model,
         loaded as in training. Text encoders, transformer and judge take turns on the device; each row is the largest
         turn.
         """
@@ -118,7 +118,7 @@ class MemoryPlan:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether DeepSpeed or FSDP2 places the weights."""
+        """Whether DeepSpeed or FSDP2 places the weights."""
         return self.is_fsdp or self.zero_stage is not None
 
     def num_shards(self, first_stage: int) -> int:
@@ -136,17 +136,17 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes on the device in any phase."""
+        """Bytes on the device in the phase that takes most."""
         return max(phase.total for phase in self.phases)
 
     @property
     def host_peak(self) -> int:
-        """Return the most bytes of a process's own host memory in any phase."""
+        """Bytes of a process's own host memory in the phase that takes most."""
         return max(sum(phase.host.values()) for phase in self.phases)
 
     @property
     def mapped_peak(self) -> int:
-        """Return the most bytes of host memory that are mapped from files in any phase."""
+        """Bytes of host memory that are mapped from files in the phase that takes most."""
         return max(sum(phase.mapped.values()) for phase in self.phases)
 
     def largest_batch(self, limit: float) -> int:

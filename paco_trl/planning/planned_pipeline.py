@@ -38,7 +38,7 @@ from .peaks import (
 )
 
 
-def return_zeros(encoder: Any) -> None:
+def stub_text_encoder(encoder: Any) -> None:
     """Let a text encoder return zeros in the shapes of its real outputs."""
 
     def forward(input_ids: torch.Tensor, *args, **kwargs) -> Any:
@@ -65,8 +65,9 @@ class PlannedImage:
     @classmethod
     def largest(cls, rows: PromptRows, sizes: list[tuple[int, int]], scale: float) -> "PlannedImage":
         """Find the row with the largest size and the longest prompt."""
-        largest = lambda prompt: (math.prod(sizes[prompt.row_index]), len(prompt.prompt))  # noqa: E731
-        row_index, prompt = max(rows.image_prompts, key=largest)
+        row_index, prompt = max(
+            rows.image_prompts, key=lambda prompt: (math.prod(sizes[prompt.row_index]), len(prompt.prompt))
+        )
         return cls(rows, row_index, prompt, sizes[row_index], scale)
 
     @property
@@ -107,7 +108,7 @@ class PlannedPipeline:
         encoders = (pipeline.components[name] for name in self.family.text_encoders)
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
         for encoder in self.text_encoders:
-            return_zeros(encoder)
+            stub_text_encoder(encoder)
 
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.num_trained = sum(weight.numel() for weight in trained)
@@ -172,8 +173,11 @@ class PlannedPipeline:
         steps, scale = self.args.num_inference_steps, self.args.guidance_scale
         with handle, self.training_precision(), skip_equal_blocks(self.model), suppress(TransformerReachedError):
             self.policy.generate(arguments, *image.size, steps, scale, keys, sources=encoded)
-        # Keep masks, whose values Qwen-Image-2.1's transformer reads
-        to_fake = lambda tensor: tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)  # noqa: E731
+
+        def to_fake(tensor: torch.Tensor) -> torch.Tensor:
+            # Keep masks, whose values Qwen-Image-2.1's transformer reads
+            return tensor if tensor.dtype == torch.bool else self.mode.from_tensor(tensor)
+
         return tree_map_only(torch.Tensor, to_fake, calls)
 
     @cached_method
