@@ -37,7 +37,6 @@ from ..checkpointing.weights import trained_parameters
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.repositories import HTTPError, check_repo, check_repo_contents
 from ..planning import MemoryPlan, plan_memory
-from ..planning.image_run import ImageRun
 from ..planning.known_models import resolve_model_configs
 from ..planning.plan import USABLE, format_size
 from ..rewards.scoring import reward_arguments
@@ -434,26 +433,6 @@ def image_plan(
     return plan_memory(*arguments, script_args.judge_quantization, eval_dataset)
 
 
-def _memory_savings(plan: MemoryPlan) -> list[str]:
-    """List the settings that would save memory in a plan, the cheapest first."""
-    is_image_model = isinstance(plan.run, ImageRun)
-    has_judge = isinstance(plan.run, ImageRun) and bool(plan.run.judges) and not plan.uses_judge_server
-    has_rewards = has_judge or isinstance(plan.run, ImageRun) and plan.run.clip_bytes > 0
-    quantization = "`--quantization int8` or `nf4`" if is_image_model else "`--load_in_4bit`"
-    savings = {
-        "`--vae_tiling`": is_image_model and not plan.vae_tiling,
-        "`--ema_offload`": is_image_model and not plan.ema_offload and plan.run.args.ema_decay is not None,
-        "`--offload_embeddings`": is_image_model and not plan.offload_embeddings,
-        "`--offload_rewards`": has_rewards and not plan.offload_rewards,
-        "a smaller `--per_device_train_batch_size`": plan.batch_size > 1,
-        "`--gradient_checkpointing`": not plan.gradient_checkpointing,
-        "a judge on another GPU (`--judge_url`)": has_judge,
-        quantization: plan.quantization is None,
-        "`--accelerate_config zero3`": plan.zero_stage != 3 and not plan.is_fsdp and plan.quantization is None,
-    }
-    return [setting for setting, saves in savings.items() if saves]
-
-
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
     """Describe the phases of a run, compared with a device of `total` bytes and a machine of `host` bytes."""
     lines = [plan.summary()]
@@ -466,8 +445,8 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
     if total is not None and plan.peak > limit:
         verdict = FAILED if plan.peak > total else WARNING
-        savings = ", ".join([*_memory_savings(plan), "smaller images or models", "a larger device"])
-        advice = f"What saves memory: {savings}."
+        savings = [option for option, saves in plan.run.savings(plan).items() if saves]
+        advice = f"What saves memory: {', '.join([*savings, 'smaller images or models', 'a larger device'])}."
     elif total is not None:
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
         if plan.gradient_checkpointing and replace(plan, gradient_checkpointing=False).peak <= limit:

@@ -256,3 +256,17 @@ class ImageRun:
         }
         host = plan.host_memory({"libraries": LIBRARIES} | trained, vae, encoding | frozen)
         return [Phase(name, uses, *host) for name, uses in device.items()]
+
+    def savings(self, plan: MemoryPlan) -> dict[str, bool]:
+        has_judge = bool(self._local_judges(plan))
+        return {
+            "`--vae_tiling`": not plan.vae_tiling,
+            "`--ema_offload`": not plan.ema_offload and self.args.ema_decay is not None,
+            "`--offload_embeddings`": not plan.offload_embeddings,
+            "`--offload_rewards`": not plan.offload_rewards and (has_judge or self.clip_bytes > 0),
+            "a smaller `--per_device_train_batch_size`": plan.batch_size > 1,
+            "`--gradient_checkpointing`": not plan.gradient_checkpointing,
+            "a judge on another GPU (`--judge_url`)": has_judge,
+            "`--quantization int8` or `nf4`": plan.quantization is None,
+            "`--accelerate_config zero3`": plan.could_use_zero3,
+        }

@@ -102,3 +102,11 @@ class JudgeRun(JudgeNetwork):
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:
         return []
+
+    def savings(self, plan: MemoryPlan) -> dict[str, bool]:
+        return {
+            "a smaller `--per_device_train_batch_size`": plan.batch_size > 1,
+            "`--gradient_checkpointing`": not plan.gradient_checkpointing,
+            "`--load_in_4bit`": plan.quantization is None,
+            "`--accelerate_config zero3`": plan.could_use_zero3,
+        }

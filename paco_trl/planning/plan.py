@@ -62,6 +62,9 @@ class Run(Protocol):
     def commands(self, plan: "MemoryPlan") -> list[Phase]:
         """Count the memory of commands that take the trained model."""
 
+    def savings(self, plan: "MemoryPlan") -> dict[str, bool]:
+        """Return which options would save memory, the cheapest first."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -120,6 +123,11 @@ class MemoryPlan:
     def is_sharded(self) -> bool:
         """Whether DeepSpeed or FSDP2 places the weights."""
         return self.is_fsdp or self.zero_stage is not None
+
+    @property
+    def could_use_zero3(self) -> bool:
+        """Whether ZeRO-3 would shard weights that are not sharded yet."""
+        return self.zero_stage != 3 and not self.is_fsdp and self.quantization is None
 
     def num_shards(self, first_stage: int) -> int:
         """Return over how many processes ZeRO shards what it shards from a stage on, and FSDP2 everything."""
