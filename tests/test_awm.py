@@ -177,11 +177,11 @@ class TestOldPolicy:
             return {phase.name: phase.device for phase in phases}["train"]
 
         nft, awm, without = train(), train(loss_type="awm"), train(loss_type="awm", old_policy_beta=0.0)
-        velocity = awm["round"] - nft["round"]
-        assert velocity > 0 and without["round"] == nft["round"]
+        velocity = awm["latents and embeddings"] - nft["latents and embeddings"]
+        assert velocity > 0 and without["latents and embeddings"] == nft["latents and embeddings"]
         differences = {name for name in awm if awm[name] != without[name]}
-        assert len(differences) == 2 and "round" in differences  # and the average
-        assert all(awm[name] == nft[name] for name in awm if name != "round")
+        assert len(differences) == 2 and "latents and embeddings" in differences  # and the average
+        assert all(awm[name] == nft[name] for name in awm if name != "latents and embeddings")
 
 
 @pytest.mark.slow

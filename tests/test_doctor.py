@@ -328,7 +328,7 @@ def test_all_weights_are_trained(examine):
     number = re.search(r"in torch.float32: (\S+) parameters trained", rows["model and adapter"].finding)[1]
     assert int(number.replace(",", "")) > 10_000
     shown = "".join(rows["memory"].table.columns[4]._cells)
-    assert all(part in shown for part in ("trained weights", "average", "reference"))
+    assert all(part in shown for part in ("trained weights", "EMA weights", "reference"))
 
 
 def test_an_adapter_is_continued(make_trainer, examine, tmp_path):

@@ -38,7 +38,7 @@ from paco_trl.planning.peaks import (
     training_precision,
     weights_bytes,
 )
-from paco_trl.planning.plan import LIBRARIES, format_size, optimizer_bytes, training_memory
+from paco_trl.planning.plan import LIBRARIES_BYTES, format_size, optimizer_bytes, training_memory
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import get_family
 from paco_trl.rollout.loading import load_without_weights
@@ -195,13 +195,13 @@ def test_the_round_is_what_the_policy_records(make_trainer, tiny_flux, prompts):
     tensors += [t for r in records for call in r.calls for t in call.values() if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA, eval_dataset=prompts)
-    kept = device_of(plan)["round"]
-    assert device_of(plan, "evaluate")["replaced weights"] > 0
-    assert device_of(plan, "generate")["replaced weights"] == 0
+    kept = device_of(plan)["latents and embeddings"]
+    assert device_of(plan, "evaluate")["weights set aside"] > 0
+    assert device_of(plan, "generate")["weights set aside"] == 0
     # Four micro-batches, each of a prompt. Next to them only what is small: positions, timesteps, guidance
     assert kept <= 4 * sum(storages.values()) < 1.3 * kept
     offloaded = {phase.name: phase for phase in replace(plan, offload_embeddings=True).phases}["train"]
-    assert 0 < offloaded.host["round"] == kept - offloaded.device["round"]
+    assert 0 < offloaded.host["embeddings of the round"] == kept - offloaded.device["latents and embeddings"]
 
 
 @pytest.mark.parametrize("loss_type", ["nft", "awm"])
@@ -211,13 +211,13 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     leaves = tree_leaves([vars(entry["step"]) for entry in entries_of(trainer.round)])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if torch.is_tensor(t)}
     plan = plan_memory(str(tiny_flux), trainer.args, prompts, LORA, eval_dataset=prompts)
-    assert sum(storages.values()) == pytest.approx(device_of(plan)["round"], rel=0.05)
+    assert sum(storages.values()) == pytest.approx(device_of(plan)["latents and embeddings"], rel=0.05)
     # While an average generates, the weights in training are there as well
     for phase, average in (("generate", trainer.old_policy.average), ("evaluate", trainer.ema.average)):
         replacing = use_weights(trainer.model, average, 0)
         measured = allocated(replacing.__enter__)
         replacing.__exit__(None, None, None)
-        assert device_of(plan, phase)["replaced weights"] == pytest.approx(measured, rel=0.01) and measured > 10_000
+        assert device_of(plan, phase)["weights set aside"] == pytest.approx(measured, rel=0.01) and measured > 10_000
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer
     always, adds = training_memory(1000, 10, 4, plan, num_averages=1)
     assert list(always.values()) == [frozen, trained, optimizer, average]
     assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
-    assert training_memory(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["average"] == 0
+    assert training_memory(1000, 10, 4, replace(plan, ema_offload=True), 1)[0]["EMA weights"] == 0
 
 
 def test_fsdp_divides_everything():
@@ -438,7 +438,8 @@ def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, mode
 def test_all_weights_and_the_reference(make_plan):
     plan = make_plan(peft_config=None, ema_decay=0.9, beta=0.01)
     weights = weights_bytes(plan.run.pipeline.model, trainable=True)
-    for part, factor in (("trained weights", 1), ("gradients", 1), ("optimizer", 2), ("average", 1), ("reference", 1)):
+    factors = {"trained weights": 1, "gradients": 1, "optimizer": 2, "EMA weights": 1, "reference": 1}
+    for part, factor in factors.items():
         assert device_of(plan)[part] == factor * weights
 
 
@@ -455,10 +456,11 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
     args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64, per_device_train_batch_size=2)
     plan = plan_memory(str(tiny_qwen), args)
     load, train, evaluate = plan.phases
-    assert load.host == train.host == evaluate.host == {"libraries": LIBRARIES}
+    assert load.host == train.host == evaluate.host == {"libraries": LIBRARIES_BYTES}
     assert load.mapped == {"frozen weights": train.device["frozen weights"]} and not train.mapped
     quantized = replace(plan, quantization="int8").phases[0]
-    assert not quantized.mapped and LIBRARIES < sum(quantized.host.values()) < LIBRARIES + sum(load.mapped.values())
+    own = sum(quantized.host.values())
+    assert not quantized.mapped and LIBRARIES_BYTES < own < LIBRARIES_BYTES + sum(load.mapped.values())
     assert isinstance(train, Phase) and train.total == sum(train.device.values()) > 0
     assert plan.peak == max(train.total, evaluate.total) > load.total == 0
     lines = {line.split()[0]: line for line in str(plan).splitlines() if line.split()}

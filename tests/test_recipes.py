@@ -29,7 +29,7 @@ from paco_trl.commands.script_arguments import (
 )
 from paco_trl.data import demo_prompts_path
 from paco_trl.planning import MemoryPlan
-from paco_trl.planning.plan import USABLE
+from paco_trl.planning.plan import USABLE_FRACTION
 from paco_trl.rewards import redness_reward
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
@@ -245,7 +245,7 @@ def test_it_fits_the_memory_of_its_header(name):
     for options, num_processes in commands_of(name):
         plan = memory_plan(PLANNED_AS.get(name, name), options)
         needed.append(replace(plan, num_processes=num_processes).peak / GIB)
-    assert max(needed) <= USABLE * memory
+    assert max(needed) <= USABLE_FRACTION * memory
     said = re.search(r"takes ([\d.]+) GiB", header)
     assert float(said[1]) == pytest.approx(max(needed), abs=0.3)
 

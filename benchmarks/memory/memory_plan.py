@@ -35,7 +35,7 @@ from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.planning import plan_memory
 from paco_trl.planning.known_models import write_known_model
 from paco_trl.planning.peaks import fake_weights, training_precision
-from paco_trl.planning.plan import USABLE
+from paco_trl.planning.plan import USABLE_FRACTION
 from paco_trl.rewards import redness_reward
 from paco_trl.trainer.paco_reward_trainer import complete_peft_config
 
@@ -201,7 +201,7 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
                 cell["forward_tflop"] = round(counter.get_total_flops() / 1e12, 2)
                 cell["phases_gib"] = {p.name: round(p.total / GIB, 2) for p in base.phases}
                 for memory in (24, 48, 80, 141):
-                    limit = USABLE * memory * GIB
+                    limit = USABLE_FRACTION * memory * GIB
                     cell[f"1 x {memory}"] = base.largest_batch(limit)
                     eight = replace(base, num_processes=8, zero_stage=3 if quantization is None else None)
                     cell[f"8 x {memory}"] = eight.largest_batch(limit)

@@ -38,7 +38,7 @@ from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.repositories import HTTPError, check_repo, check_repo_contents
 from ..planning import MemoryPlan, plan_memory
 from ..planning.known_models import resolve_model_configs
-from ..planning.plan import USABLE, format_size
+from ..planning.plan import USABLE_FRACTION, format_size
 from ..rewards.scoring import reward_arguments
 from ..rewards.weighting import RewardError, Rewards
 from ..rollout import get_family
@@ -438,11 +438,11 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
     lines = [plan.summary()]
     verdict = OK
     advice = ""
-    limit = USABLE * (total or 0)
+    limit = USABLE_FRACTION * (total or 0)
     if total is None:
         lines.append("There is no CUDA device to compare with; `--device_memory 24GiB` plans for one.")
     else:
-        lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE:.0%}.")
+        lines.append(f"The device has {format_size(total)}, of which the plan may take {USABLE_FRACTION:.0%}.")
     if total is not None and plan.peak > limit:
         verdict = FAILED if plan.peak > total else WARNING
         savings = [option for option, saves in plan.run.savings(plan).items() if saves]

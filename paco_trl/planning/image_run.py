@@ -20,8 +20,17 @@ from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_nft_config import PaCoNFTConfig
 from ..trainer.round_trainer import ROUNDS_AHEAD
 from .judge_run import QUESTION_TOKENS, JudgeNetwork, judge_tokens
-from .peaks import extrapolate, weights_bytes
-from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, max_by_total, training_memory
+from .peaks import cached_method, extrapolate, weights_bytes
+from .plan import (
+    FLOAT32_BYTES,
+    LIBRARIES_BYTES,
+    MAX_BATCH_SIZE,
+    MemoryPlan,
+    Phase,
+    TrainingBytes,
+    max_by_total,
+    training_memory,
+)
 from .planned_pipeline import PlannedImage, PlannedPipeline
 
 
@@ -45,38 +54,48 @@ class ImageRun:
         self, model: str, args: PaCoGRPOConfig, peft_config: Any, train_dataset: Dataset, eval_dataset: Dataset | None,
         reward_models: Sequence[str], judge_quantization: str | None,
     ):  # fmt: skip
+        self.args = args
+        self.judges, self.clip_bytes = read_rewards(reward_models, judge_quantization)
         is_continued = isinstance(peft_config, SavedAdapter | str)
         if is_continued:
             peft_config = read_peft_config(peft_config, model, args.model_init_kwargs or {}).config
-        self.args = args
-        self.weights_bytes = functools.cache(weights_bytes)
-        self.judges, self.clip_bytes = read_rewards(reward_models, judge_quantization)
-        self.pipeline = pipeline = PlannedPipeline(model, args, peft_config)
-        self.reference_bytes = 0
-        if args.has_reference and peft_config is None:
-            dtype = torch.bfloat16 if args.bf16 else torch.float32
-            self.reference_bytes = sum(p.numel() for p in pipeline.transformer.parameters()) * dtype.itemsize
-        elif args.has_reference and is_continued and args.reference == "initial":  # the adapter `ref`
-            self.reference_bytes = pipeline.trained_bytes
-
-        # The images of training and evaluation that take the most memory
-        measured_for = pipeline.pipeline, pipeline.family
-        self.rows = rows = PromptRows(train_dataset, args, "the dataset").resolve_for_pipeline(*measured_for)
-        self.evaluates = eval_dataset is not None
-        eval_rows = rows
-        if eval_dataset is not None:
-            eval_rows = PromptRows(eval_dataset, args, "the evaluation dataset").resolve_for_pipeline(*measured_for)
-        self.image = PlannedImage.largest(rows, rows.training_sizes, args.resolution_scale)
-        self.eval_image = PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)
-        self.size = "{} x {}".format(*self.image.size)
-        family = pipeline.family
-        is_single = rows.is_anchored and not family.batches_sources
-        self.max_batch_size = 1 if is_single else family.max_batch_size or 1024
+        self.pipeline = PlannedPipeline(model, args, peft_config)
+        self.reference_bytes = self._count_reference(is_continued)
+        self._find_largest_images(train_dataset, eval_dataset)
+        family = self.pipeline.family
+        is_single = self.rows.is_anchored and not family.batches_sources
+        self.max_batch_size = 1 if is_single else family.max_batch_size or MAX_BATCH_SIZE
         names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
         self.settings = {name: getattr(args, name) for name in names} | {
             "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
             "uses_judge_server": not self.judges, "num_processes": args.round_plan.num_processes,
         }  # fmt: skip
+
+    def _count_reference(self, is_continued: bool) -> int:
+        """Count the bytes of the reference policy, 0 if it is the base model of a new adapter."""
+        if not self.args.has_reference:
+            return 0
+        if not isinstance(self.pipeline.model, PeftModel):
+            dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+            return sum(weight.numel() for weight in self.pipeline.transformer.parameters()) * dtype.itemsize
+        # The adapter `ref`
+        return self.pipeline.trained_bytes if is_continued and self.args.reference == "initial" else 0
+
+    def _find_largest_images(self, train_dataset: Dataset, eval_dataset: Dataset | None) -> None:
+        """Find the images of training and evaluation that take the most memory."""
+        measured_for = self.pipeline.pipeline, self.pipeline.family
+        self.rows = rows = PromptRows(train_dataset, self.args, "the dataset").resolve_for_pipeline(*measured_for)
+        self.evaluates = eval_dataset is not None
+        eval_rows = rows
+        if eval_dataset is not None:
+            eval_rows = PromptRows(eval_dataset, self.args, "the evaluation dataset").resolve_for_pipeline(*measured_for)
+        self.image = PlannedImage.largest(rows, rows.training_sizes, self.args.resolution_scale)
+        self.eval_image = PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)
+        self.size = "{} x {}".format(*self.image.size)
+
+    @cached_method
+    def weights_bytes(self, module: nn.Module, trainable: bool | None = None, quantization: str | None = None) -> int:
+        return weights_bytes(module, trainable, quantization)
 
     @property
     def has_old_policy(self) -> bool:
@@ -105,7 +124,7 @@ class ImageRun:
         num_latents += self.has_old_policy and args.loss_type == "awm"  # its velocity besides the rollout's
         latent = math.prod(self.pipeline.latent_size(self.image))
         images = round_plan.micro_batches_per_process * round_plan.batch_size
-        return FLOAT32 * num_latents * round_plan.num_trained_steps * images * latent
+        return FLOAT32_BYTES * num_latents * round_plan.num_trained_steps * images * latent
 
     @property
     def num_averages(self) -> int:
@@ -149,16 +168,19 @@ class ImageRun:
         )
         judging, eval_judging = (self._judge_activations(plan, seen) for seen in (image, eval_image))
 
-        always, per_batch = self._persistent(plan)
+        always, micro_batch = self._training_bytes(plan)
         # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed and FSDP
-        encoding = {"round": 0, "text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders)}
+        encoding = {
+            "latents and embeddings": 0,
+            "text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders),
+        }
         encoding |= {} if plan.is_sharded else {"frozen weights": 0}
         rollout = self._generating(plan, always, self.has_old_policy)
         evaluation = self._generating(plan, always, args.ema_decay is not None)
         # Rewards run while the next images are generated, and offloaded ones after the last
         if plan.offload_rewards:
             visit = always | {"rewards": self._rewards_bytes(plan)}
-            eval_visit = visit | {"replaced weights": evaluation["replaced weights"]} | eval_judging
+            eval_visit = visit | {"weights set aside": evaluation["weights set aside"]} | eval_judging
             scoring = visit | judging
             evaluation = max_by_total(evaluation | {"activations": evaluating}, eval_visit)
         else:
@@ -170,7 +192,7 @@ class ImageRun:
             "generate": rollout | {"activations": step},
             "decode": rollout | {"activations": decoding},
             "score": scoring,
-            "train": always | per_batch | {"activations": training},
+            "train": always | micro_batch | {"activations": training},
         }
         if self.evaluates:
             device["evaluate"] = evaluation
@@ -180,23 +202,24 @@ class ImageRun:
             Phase(name, uses, *(loading if name in ("load", "encode") else running)) for name, uses in device.items()
         ]
 
-    def _persistent(self, plan: MemoryPlan) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what is always on the device, and what a micro-batch adds besides activations."""
-        frozen_bytes = self._frozen_bytes(plan, self.pipeline.model)
-        always, per_batch = training_memory(
-            frozen_bytes,
+    def _training_bytes(self, plan: MemoryPlan) -> TrainingBytes:
+        memory = training_memory(
+            self._frozen_bytes(plan, self.pipeline.model),
             self.pipeline.num_trained,
             self.pipeline.element_size,
             plan,
             self.num_averages,
             self.args.optim,
         )
-        always |= {
-            "reference": self.reference_bytes // plan.num_shards(3),
-            "rewards": 0 if plan.offload_rewards else self._rewards_bytes(plan),
-            "round": self.latents_bytes + (0 if plan.offload_embeddings else self.embeddings_bytes),
-        }
-        return always, per_batch
+        memory.always.update(
+            {
+                "reference": self.reference_bytes // plan.num_shards(3),
+                "rewards": 0 if plan.offload_rewards else self._rewards_bytes(plan),
+                "latents and embeddings": self.latents_bytes
+                + (0 if plan.offload_embeddings else self.embeddings_bytes),
+            }
+        )
+        return memory
 
     def _generating(self, plan: MemoryPlan, always: dict[str, int], uses_average: bool) -> dict[str, int]:
         """Return the device while images are generated, besides activations."""
@@ -207,16 +230,16 @@ class ImageRun:
             "gathered weights": gathers * (self._frozen_bytes(plan, self.pipeline.model) + trained_bytes),
             "VAE": self.weights_bytes(self.pipeline.vae),
             # `use_weights` keeps the trained weights, in the dtype of the forward pass
-            "replaced weights": uses_average * trained_bytes // num_shards,
+            "weights set aside": uses_average * trained_bytes // num_shards,
         }
 
     def _host_memory(self, plan: MemoryPlan, is_loading: bool = False) -> tuple[dict[str, int], dict[str, int]]:
         """Return the process's own host memory, and what is mapped from files."""
-        averages_bytes = self.num_averages * FLOAT32 * self.pipeline.num_trained // plan.num_shards(3)
+        averages_bytes = self.num_averages * FLOAT32_BYTES * self.pipeline.num_trained // plan.num_shards(3)
         allocated = {
-            "libraries": LIBRARIES,
-            "average": averages_bytes if plan.ema_offload else 0,
-            "round": self.embeddings_bytes if plan.offload_embeddings else 0,
+            "libraries": LIBRARIES_BYTES,
+            "EMA weights": averages_bytes if plan.ema_offload else 0,
+            "embeddings of the round": self.embeddings_bytes if plan.offload_embeddings else 0,
         }
         if self.args.embeddings_dir is None:
             count = min(len(self.rows.image_prompts), ROUNDS_AHEAD * self.prompts_per_round)
@@ -239,7 +262,7 @@ class ImageRun:
         encoding = {"text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders)}
         frozen = {"frozen weights": self._frozen_bytes(plan, self.pipeline.model)}
         pipeline = self.pipeline
-        itemsize = FLOAT32 if is_adapter else pipeline.vae.dtype.itemsize
+        itemsize = FLOAT32_BYTES if is_adapter else pipeline.vae.dtype.itemsize
         trained = {"trained weights": pipeline.num_trained * itemsize}
         vae = {"VAE": self.weights_bytes(self.pipeline.vae)}
         generation = frozen | trained | vae | {"activations": max(self._generation_peaks(plan, self.eval_image, 1))}
@@ -254,7 +277,7 @@ class ImageRun:
             "build grids": generating,
             "space": max_by_total(generating, {"rewards": max(judges, default=0)} | judging),
         }
-        host = plan.host_memory({"libraries": LIBRARIES} | trained, vae, encoding | frozen)
+        host = plan.host_memory({"libraries": LIBRARIES_BYTES} | trained, vae, encoding | frozen)
         return [Phase(name, uses, *host) for name, uses in device.items()]
 
     def savings(self, plan: MemoryPlan) -> dict[str, bool]:

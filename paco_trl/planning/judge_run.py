@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a judge, in a reward and in its own training."""
 
-import functools
 import math
 
 import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from ..rewards.paco_reward import read_judge_config
@@ -21,7 +21,7 @@ from .peaks import (
     training_precision,
     weights_bytes,
 )
-from .plan import FLOAT32, LIBRARIES, MemoryPlan, Phase, training_memory
+from .plan import FLOAT32_BYTES, LIBRARIES_BYTES, MAX_BATCH_SIZE, MemoryPlan, Phase, training_memory
 
 
 _QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
@@ -53,7 +53,10 @@ class JudgeNetwork:
             self.model = self.network if peft_config is None else get_peft_model(self.network, peft_config)
         with skip_equal_blocks(self.model):
             fake_weights(self.model, self.mode)
-        self.weights_bytes = functools.cache(weights_bytes)
+
+    @cached_method
+    def weights_bytes(self, module: nn.Module, trainable: bool | None = None, quantization: str | None = None) -> int:
+        return weights_bytes(module, trainable, quantization)
 
     @cached_method
     def peak(self, batch_size: int, num_tokens: int, trains: bool = False, checkpointing: bool = False) -> int:
@@ -72,7 +75,7 @@ class JudgeNetwork:
 class JudgeRun(JudgeNetwork):
     """Memory model of a judge's training."""
 
-    max_batch_size = 1024
+    max_batch_size = MAX_BATCH_SIZE
 
     def __init__(self, model: str, args: PaCoRewardConfig, peft_config: LoraConfig, quantization: str | None):
         super().__init__(model, quantization, torch.bfloat16 if args.bf16 else torch.float32, peft_config)
@@ -89,15 +92,15 @@ class JudgeRun(JudgeNetwork):
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
         frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
-        element_size = FLOAT32 if plan.zero_stage is None else 2
-        always, per_batch = training_memory(frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim)
+        element_size = FLOAT32_BYTES if plan.zero_stage is None else 2
+        memory = training_memory(frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim)
         training = extrapolate(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
         evaluation = extrapolate(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
-        host = {"libraries": LIBRARIES}
+        host = {"libraries": LIBRARIES_BYTES}
         return [
             Phase("load", {}, *plan.host_memory(host, {}, {"frozen weights": frozen_bytes})),
-            Phase("train", always | per_batch | {"activations": training}, host),
-            Phase("evaluate", always | {"activations": evaluation}, host),
+            Phase("train", memory.always | memory.micro_batch | {"activations": training}, host),
+            Phase("evaluate", memory.always | {"activations": evaluation}, host),
         ]
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:

@@ -4,7 +4,7 @@
 import functools
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +13,10 @@ from ..rewards.paco_reward import PaCoReward
 
 
 # Fraction of a device that a plan may use. The rest is for CUDA, fragmentation, and what the plan leaves out
-USABLE = 0.9
-FLOAT32 = 4
-LIBRARIES = 5 * 2**28  # host memory of torch, transformers and diffusers in a process, without CUDA
+USABLE_FRACTION = 0.9
+FLOAT32_BYTES = 4
+LIBRARIES_BYTES = 5 * 2**28  # host memory of torch, transformers and diffusers in a process, without CUDA
+MAX_BATCH_SIZE = 1024  # largest micro-batch to plan for
 # States per weight, by the first word of an optimizer's name. Adafactor keeps row and column sums, here for rank 16
 _OPTIMIZER_STATES = {"adamw": 2, "ademamix": 3, "adafactor": 1 / 16, "adagrad": 1, "lion": 1, "rmsprop": 1, "sgd": 0}
 
@@ -198,7 +199,14 @@ def optimizer_bytes(optim: str) -> float | None:
     """Return the bytes that an optimizer of `Trainer` keeps per trained weight, `None` if it is unknown."""
     name = getattr(optim, "value", optim).removeprefix("paged_")  # pages stay on the device unless it is full
     states = _OPTIMIZER_STATES.get(name.split("_")[0])
-    return states and states * (1 if name.endswith("8bit") else 0.5 if name.endswith("4bit") else FLOAT32)
+    return states and states * (1 if name.endswith("8bit") else 0.5 if name.endswith("4bit") else FLOAT32_BYTES)
+
+
+class TrainingBytes(NamedTuple):
+    """Bytes on the device by use: those that are always there, and those of a micro-batch besides activations."""
+
+    always: dict[str, int]
+    micro_batch: dict[str, int]
 
 
 def training_memory(
@@ -208,25 +216,26 @@ def training_memory(
     plan: MemoryPlan,
     num_averages: int = 0,
     optim: str = "adamw_torch",
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the bytes that training always keeps on the device, and those of a micro-batch besides activations."""
+) -> TrainingBytes:
+    """Count the bytes that training takes on the device besides activations."""
     # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
     # stage 2, and weights from stage 3.
     is_deepspeed = plan.zero_stage is not None
-    float32_bytes = FLOAT32 * num_trained
+    float32_bytes = FLOAT32_BYTES * num_trained
     bytes_per_weight = optimizer_bytes(optim)
-    states = int(num_trained * (2 * FLOAT32 if bytes_per_weight is None else bytes_per_weight))
+    states = int(num_trained * (2 * FLOAT32_BYTES if bytes_per_weight is None else bytes_per_weight))
     masters = float32_bytes // plan.num_shards(1) if is_deepspeed else 0
     always = {
         "frozen weights": frozen_bytes // plan.num_shards(3),
         "trained weights": element_size * num_trained // plan.num_shards(3) + masters,
         "optimizer": states // plan.num_shards(1),
-        "average": 0 if plan.ema_offload else num_averages * float32_bytes // plan.num_shards(3),
+        "EMA weights": 0 if plan.ema_offload else num_averages * float32_bytes // plan.num_shards(3),
     }
-    return always, {
+    micro_batch = {
         "gradients": float32_bytes // plan.num_shards(2),
         "DDP's buckets": 0 if plan.is_sharded or plan.num_processes == 1 else float32_bytes,
     }
+    return TrainingBytes(always, micro_batch)
 
 
 def max_by_total(*turns: dict[str, int]) -> dict[str, int]:
