@@ -7,8 +7,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +85,19 @@ def save_card(
     """
     if error := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
         raise ValueError(error)
-    with saving_with_card(card, folder, pictures or {}):
-        pass
+    remove_replaced_files(card, folder)
+    save_settings(card, folder)
+    write_card(card, folder, pictures or {})
 
 
-@contextmanager
-def saving_with_card(
-    card: ImageModelCard | JudgeCard,
-    folder: str | Path,
-    pictures: Mapping[str, Path | Image],
-    published_files: Iterable[str] = (),
-) -> Iterator[None]:
+def remove_replaced_files(
+    card: ImageModelCard | JudgeCard, folder: str | Path, published_files: Collection[str] = ()
+) -> None:
     """
-    Save a card together with the weights that the body of the `with` saves, replacing an earlier model of any kind.
+    Delete the files that a card, or with `published_files` a model of any kind, replaces.
 
-    Old files are deleted rather than overwritten: a pending upload may hard-link to them.
+    They are not overwritten, since a pending upload may hard-link to them. Save `paco_trl.json` next, before the
+    weights: the files beside it count as paco_trl's even after a kill. Write the card last.
     """
     folder, pictures_before = Path(folder), saved_pictures(folder)
     old_pictures = pictures_before or set()
@@ -109,11 +106,19 @@ def saving_with_card(
     patterns = [*published_files, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
     for name, path in select_files(folder, patterns).items():
         is_old_picture = name in old_pictures - {*card.pictures}
-        if is_old_picture or not name.endswith(".png") and name != SETTINGS:
+        if is_old_picture or (not name.endswith(".png") and name != SETTINGS):
             path.unlink()
-    save_settings(card, folder)  # first, so that the files it lists count as paco_trl's even after a kill
-    yield
+
+
+def write_card(
+    card: ImageModelCard | JudgeCard,
+    folder: str | Path,
+    pictures: Mapping[str, Path | Image],
+    published_files: Collection[str] = (),
+) -> None:
+    """Write the card as `README.md` with its new `pictures`, and let the umask decide who reads the weights."""
     apply_umask(select_files(folder, published_files).values())
+    folder = Path(folder)
     for name, picture in pictures.items():
         if isinstance(picture, Image):
             write_atomically(folder / name, to_png(picture), durable=False)

@@ -34,9 +34,9 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 from ..checkpointing.weights import gather_weights, get_zero_stage, load_weights, local_weights, trained_parameters
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
-from ..hub.cards import saving_with_card
+from ..hub.cards import remove_replaced_files, write_card
 from ..hub.files import JUDGE_ADAPTER
-from ..hub.settings import JudgeCard
+from ..hub.settings import JudgeCard, save_settings
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import PaCoReward, decision_direction, decision_token_ids, scales_logits
@@ -624,10 +624,13 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         local = local_weights(self.model, zero_stage)
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
         if self.args.should_save:
-            with saving_with_card(self._model_card(**card_fields), folder, self._pictures(), self.published_files):
-                # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
-                self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
-                self.processing_class.save_pretrained(folder)
+            card = self._model_card(**card_fields)
+            remove_replaced_files(card, folder, self.published_files)
+            save_settings(card, folder)
+            # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
+            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+            self.processing_class.save_pretrained(folder)
+            write_card(card, folder, self._pictures(), self.published_files)
         if self.args.push_to_hub and not _internal_call:
             self._push_model(folder)
 

@@ -50,9 +50,9 @@ from ..checkpointing.weights import (
     local_weights,
     save_trained,
 )
-from ..hub.cards import saving_with_card
+from ..hub.cards import remove_replaced_files, write_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-from ..hub.settings import ImageModelCard
+from ..hub.settings import ImageModelCard, save_settings
 from ..plots.curves import CurvesCallback
 from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
@@ -853,8 +853,10 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     ) -> None:
         card = self._model_card(use_ema=use_ema, **card_fields)
         pictures = self._pictures(use_ema)
-        with saving_with_card(card, folder, pictures, self.published_files):
-            save_trained(self.model, self.pipeline, weights, folder)
+        remove_replaced_files(card, folder, self.published_files)
+        save_settings(card, folder)
+        save_trained(self.model, self.pipeline, weights, folder)
+        write_card(card, folder, pictures, self.published_files)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
         """Return the card's images; no single ones of separate images, which no prompt generates side by side."""

@@ -505,8 +505,8 @@ HUB = [
         "hub/cards.py",
         "test_ownership.py::TestSaving",
         ("name in old_pictures - {*card.pictures}", 'name not in card.pictures and name.endswith(".png")'),
-        ("            path.unlink()\n    save_settings(card", "            pass\n    save_settings(card"),
-        ('or not name.endswith(".png") and name != SETTINGS:', "or name != SETTINGS:"),
+        ("            path.unlink()", "            pass"),
+        ('or (not name.endswith(".png") and name != SETTINGS):', "or name != SETTINGS:"),
     ),
     *_mutants(
         "trainer/publishing.py",
