@@ -16,23 +16,25 @@ from paco_trl.checkpointing import checkpoints
 from paco_trl.checkpointing.checkpoints import (
     RUN_FILE,
     CheckpointError,
-    check_no_checkpoints,
-    check_no_model,
-    check_output_dir,
     check_resumed_run,
-    check_same_run,
     clear_staging,
     commit_checkpoint,
-    delete_run,
     find_checkpoint,
     how_to_resume,
     incomplete_files,
     list_checkpoints,
     load_round,
-    mark_output_dir,
     rotate_checkpoints,
     round_file,
     write_checkpoint,
+)
+from paco_trl.checkpointing.output_dirs import (
+    check_no_checkpoints,
+    check_no_model,
+    check_output_dir,
+    check_same_run,
+    delete_run,
+    mark_output_dir,
 )
 from paco_trl.checkpointing.weights import load_weights
 

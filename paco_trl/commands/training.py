@@ -6,14 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..checkpointing.checkpoints import (
-    check_no_checkpoints,
-    check_no_model,
-    check_output_dir,
-    find_checkpoint,
-    how_to_resume,
-    list_checkpoints,
-)
+from ..checkpointing.checkpoints import find_checkpoint, how_to_resume, list_checkpoints
+from ..checkpointing.output_dirs import check_no_checkpoints, check_no_model, check_output_dir
 from ..utils.errors import OptionError
 from ..utils.processes import end_training
 

@@ -23,19 +23,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpointing.checkpoints import (
     TRAINER_STATE_FILE,
     check_identity,
-    check_no_checkpoints,
-    check_no_model,
-    check_output_dir,
     check_resumed_run,
-    check_same_run,
     clear_staging,
-    delete_run,
     find_checkpoint,
     how_to_resume,
-    mark_output_dir,
     read_run,
     rotate_checkpoints,
     write_checkpoint,
+)
+from ..checkpointing.output_dirs import (
+    check_no_checkpoints,
+    check_no_model,
+    check_output_dir,
+    check_same_run,
+    delete_run,
+    mark_output_dir,
 )
 from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer

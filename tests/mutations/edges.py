@@ -335,14 +335,14 @@ TRAINING = [
         ("return yes - no, bias_yes - bias_no", "return yes - no, bias_no - bias_yes"),
     ),
     *_mutants(
-        "checkpointing/checkpoints.py",
+        "checkpointing/output_dirs.py",
         "test_checkpoints.py::test_a_checkpoint_is_no_output_directory test_checkpoints.py::test_a_saved_model_without_checkpoints",
         ('if read_run(output_dir).get("files"):', "if False:"),
         ('if read_run(output_dir).get("files"):', "if read_run(output_dir):"),
         (" and all(map(incomplete_files, list_checkpoints(output_dir))):", " and not list_checkpoints(output_dir):"),
     ),
     *_mutants(
-        "checkpointing/checkpoints.py",
+        "checkpointing/output_dirs.py",
         "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
         ('if is_model or (Path(output_dir) / "model_index.json").exists():', "if is_model:"),
         ('not keys.isdisjoint(("_class_name", "model_type", "tokenizer_class"))', "bool(keys)"),
@@ -408,10 +408,7 @@ TRAINING = [
         ("{_SHARDED_BY: num_processes if is_deepspeed else None}", "{_SHARDED_BY: None}"),
         ('elif saved_run["is_round_pending"]:', "elif False:"),
         ('_sync(*staging_dir.rglob("*"), staging_dir)', "_sync(staging_dir)"),
-        (
-            'if changes := differences(read_run(checkpoint).get("identity", identity), identity):',
-            "if changes := []:",
-        ),
+        ("num_earlier = complete.index(newest) + 1", "num_earlier = len(complete)"),
         ("if not (files := incomplete_files(checkpoint)):\n            return", "if True:\n            return"),
         ("best is not None and checkpoint == Path(best))]", "False)]"),
         ("in checkpoints if not incomplete_files(checkpoint)]\n    if not limit", "in checkpoints]\n    if not limit"),
@@ -515,7 +512,7 @@ HUB = [
         ("foreign_files(folder, self.published_files) if self", 'foreign_files(folder, ["README.md"]) if self'),
     ),
     *_mutants(
-        "checkpointing/checkpoints.py",
+        "checkpointing/output_dirs.py",
         "test_ownership.py::TestStart test_checkpoints.py",
         ("[*published_files, *RUN_OUTPUTS, RUN_FILE]", "[*published_files, RUN_FILE]"),
         (
@@ -530,7 +527,10 @@ HUB = [
             "        if not (checkpoint / RUN_FILE).exists():\n            message",
             "        if False:\n            message",
         ),
-        ("num_earlier = complete.index(newest) + 1", "num_earlier = len(complete)"),
+        (
+            'if changes := differences(read_run(checkpoint).get("identity", identity), identity):',
+            "if changes := []:",
+        ),
     ),
     *_mutants(
         "trainer/resuming.py",
