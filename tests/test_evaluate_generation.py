@@ -20,7 +20,7 @@ from judge_server import pictures_of
 from paco_trl.commands import evaluate_arguments
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.columns import typed_dataset
-from paco_trl.hub.settings import ImageModelCard, save_settings
+from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.utils.chat import EndpointUnavailableError
 from test_gedit import PROMPTS_FILE
 from tiny_models import build_tiny_clip, build_tiny_flux_kontext
@@ -155,7 +155,7 @@ class TestT2IS:
         """The adapter, of a run on separate images."""
         shutil.copytree(workspace / "adapter", tmp_path / "adapter")
         run = {"set_layout": "separate", "inference_size": [32, 48], **self.PANELS}
-        save_settings(ImageModelCard("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
+        save_card_data(ImageModelCardData("it", "it", options["generate"][3], settings=run), tmp_path / "adapter")
         return str(tmp_path / "adapter")
 
     @pytest.mark.slow

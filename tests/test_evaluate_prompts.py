@@ -17,7 +17,7 @@ from paco_trl.commands.evaluate_prompts import _settings
 from paco_trl.data import demo_prompts_path
 from paco_trl.data.image_sets import PANEL_OPTIONS
 from paco_trl.generation.inference import read_loading_spec
-from paco_trl.hub.settings import ImageModelCard, save_settings
+from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from test_evaluate_generation import make_adapter
 from tiny_models import build_tiny_flux2_klein, build_tiny_flux_kontext
 
@@ -201,7 +201,7 @@ def test_an_error_about_the_default_rewards_says_that_they_are(rewards, files, t
 @pytest.mark.parametrize(("trained_on", "is_known"), [("edits", True), ("sets", False)])
 def test_prompts_are_edits_as_in_the_training_run(trained_on, is_known, adapters, tiny_flux, tmp_path):
     shutil.copytree(adapters["moved"], tmp_path / "moved")
-    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), trained_on=trained_on), tmp_path / "moved")
+    save_card_data(ImageModelCardData("moved", "moved", str(tiny_flux), trained_on=trained_on), tmp_path / "moved")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     edit = {"prompt": "Make it red.", "image": "a.png", "height": 32, "width": 32}
     (tmp_path / "edits.jsonl").write_text(json.dumps(edit))
@@ -224,7 +224,7 @@ def test_a_model_that_trains_on_edits_gets_them(has_adapter, adapters, tmp_path)
         config = json.loads((tmp_path / "sets" / "adapter_config.json").read_text())
         config |= {"base_model_name_or_path": str(model)}
         (tmp_path / "sets" / "adapter_config.json").write_text(json.dumps(config))
-        save_settings(ImageModelCard("sets", "sets", str(model), trained_on="sets"), tmp_path / "sets")
+        save_card_data(ImageModelCardData("sets", "sets", str(model), trained_on="sets"), tmp_path / "sets")
         words += ["--adapter", tmp_path / "sets"]
     with pytest.raises(ValueError, match="add `--edits`" if has_adapter else "no vision-language model"):
         evaluate(*words, model=model, folder=tmp_path / "out", rewards=["edit"])
@@ -273,7 +273,7 @@ def test_prompts_of_the_training_are_named(adapters, files, tiny_flux, tmp_path,
     """Of each adapter its own: by the first prompt, which is in `paco_trl.json`."""
     for name, prompt in (("first", "A glass of water."), ("second", "A hat.")):
         shutil.copytree(adapters["moved"], tmp_path / name)
-        save_settings(ImageModelCard(name, name, str(tiny_flux), prompt=prompt), tmp_path / name)
+        save_card_data(ImageModelCardData(name, name, str(tiny_flux), prompt=prompt), tmp_path / name)
     words = ["--dataset_name", files / "single.txt", "--adapter", tmp_path / "first", tmp_path / "second"]
     results = evaluate(*words, model=tiny_flux, folder=tmp_path / "out")
     assert [each["alerts"] for each in results.values()] == [
@@ -288,7 +288,7 @@ def test_prompts_of_the_training_are_named(adapters, files, tiny_flux, tmp_path,
 @pytest.mark.parametrize("run", [{"height": 1}, {"guidance_scale": 2.0}, {"precision": "float32"}])
 def test_a_run_of_another_version_lacks_settings(adapters, tiny_flux, tmp_path, run):
     shutil.copytree(adapters["moved"], tmp_path / "moved")
-    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), settings=run), tmp_path / "moved")
+    save_card_data(ImageModelCardData("moved", "moved", str(tiny_flux), settings=run), tmp_path / "moved")
     args = PromptsArguments(dataset_name="a.jsonl", adapter=[str(tmp_path / "moved")])
     settings = _settings(args, read_loading_spec(args.adapter[0]))
     found = (settings["guidance_scale"], settings["num_inference_steps"], settings["bf16"])
@@ -302,7 +302,7 @@ def test_sets_are_generated_as_in_the_training_run(adapters, files, tiny_flux, t
     )  # fmt: skip
     shutil.copytree(adapters["moved"], tmp_path / "moved")
     call = {"num_inference_steps": 2}
-    save_settings(ImageModelCard("moved", "moved", str(tiny_flux), call=call, settings=run), tmp_path / "moved")
+    save_card_data(ImageModelCardData("moved", "moved", str(tiny_flux), call=call, settings=run), tmp_path / "moved")
     (tmp_path / "one.jsonl").write_text((files / "sets.jsonl").read_text().splitlines()[0])
     words = ["--dataset_name", tmp_path / "one.jsonl", "--adapter", tmp_path / "moved"]
 

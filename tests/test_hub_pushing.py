@@ -19,11 +19,18 @@ from paco_trl.hub import pushing, repositories
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from paco_trl.hub.pushing import select_files
 from paco_trl.hub.repositories import prepare_repo
-from paco_trl.utils.model_files import SETTINGS
+from paco_trl.utils.model_files import CARD_DATA_FILE
 from paco_trl.utils.stopping import EXIT_CODE, StopRequested
 
 
-PATTERNS = ["adapter_config.json", "adapter_model.safetensors", "README.md", "curves.png", "sheet_*.png", SETTINGS]
+PATTERNS = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "README.md",
+    "curves.png",
+    "sheet_*.png",
+    CARD_DATA_FILE,
+]
 
 
 # ---- What the client does ----
@@ -410,7 +417,7 @@ class TestChecks:
 
     def test_a_model_of_something_else_is_there(self, hub, run):
         weights = {"adapter_model.safetensors": b"1", "last-checkpoint/deep/a.pt": b"", "mine.txt": b""}
-        hub.add_repo("tester/adapter", {SETTINGS: b'{"base_model": "some/Base"}', **weights})
+        hub.add_repo("tester/adapter", {CARD_DATA_FILE: b'{"base_model": "some/Base"}', **weights})
         assert run(prepare, "tester/adapter", base_model="some/base")["result"]
         outcome = run(prepare, "tester/adapter", base_model="some/other")
         assert outcome["error"] == "ValueError"

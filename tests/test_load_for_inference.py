@@ -17,7 +17,7 @@ from paco_trl.commands import evaluate_arguments as evaluate
 from paco_trl.commands.grpo import ImageCommandParser
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.generation.inference import read_loading_spec
-from paco_trl.hub.settings import LoRA, load_settings, save_settings
+from paco_trl.hub.card_data import LoRA, load_card_data, save_card_data
 from paco_trl.rollout.loading import pipeline_quantization
 from test_evaluate_generation import make_adapter
 from testing_utils import draw, files_in, give_effect
@@ -106,9 +106,9 @@ def test_by_a_name_on_the_hub(run, tiny_flux, tmp_path):
         hub.add_repo("user/steps", {f"checkpoint-200/{file}": data for file, data in files_in(plain).items()})
         own = json.loads((run / "adapter_config.json").read_text())
         (run / "adapter_config.json").write_text(json.dumps(own | {"base_model_name_or_path": "/elsewhere/base"}))
-        card = load_settings(run)
+        card = load_card_data(run)
         card.base_model, card.base_revision = "makers/base", first
-        save_settings(card, run)
+        save_card_data(card, run)
         branches = hub.add_repo("user/run", files_in(run)).branches
         branches["next"] = branches.pop("main")
         (tmp_path / "lora").mkdir()
@@ -198,7 +198,7 @@ def test_what_is_refused(name, options, message, tiny_flux, tmp_path, monkeypatc
 
 
 def test_a_quantization_without_a_name_is_said(run, caplog):
-    card = load_settings(run)
+    card = load_card_data(run)
     card.loading, card.lora = {}, LoRA(4, 8.0, quantization="fp4 by bitsandbytes (transformer)")
-    save_settings(card, run)
+    save_card_data(card, run)
     assert read_loading_spec(run).quantization is None and "fp4 by bitsandbytes" in caplog.text

@@ -29,21 +29,21 @@ from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.serve import ServeArguments
 from paco_trl.data import split_grid
 from paco_trl.hub import licenses
+from paco_trl.hub.card_data import (
+    EvaluationRow,
+    ImageModelCardData,
+    JudgeCardData,
+    LoRA,
+    RewardRow,
+    load_card_data,
+    save_card_data,
+)
 from paco_trl.hub.cards import metadata, render_card, replace_repo_id
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.licenses import License, base_license, read_license
-from paco_trl.hub.settings import (
-    EvaluationRow,
-    ImageModelCard,
-    JudgeCard,
-    LoRA,
-    RewardRow,
-    load_settings,
-    save_settings,
-)
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
 from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows, training_seconds
-from paco_trl.utils.model_files import SETTINGS
+from paco_trl.utils.model_files import CARD_DATA_FILE
 from test_paco_reward_trainer import colours
 from testing_utils import SMALL_RUN
 
@@ -142,7 +142,7 @@ class TestMetadata:
         folder = Path(trained.args.output_dir)
         trainer = make_trainer(peft_config=str(folder))
         trainer.create_model_card()
-        card = load_settings(trainer.args.output_dir)
+        card = load_card_data(trainer.args.output_dir)
         assert card.base_model == tiny_flux.name != folder.name and card.lora.continued_from == folder.name
 
     def test_of_a_base_model_of_the_hub(self, make_trainer, tmp_path):
@@ -167,10 +167,14 @@ class TestMetadata:
     @pytest.mark.parametrize(
         ("card", "library", "relation"),
         [
-            (ImageModelCard("a", "u/a", FLUX), "diffusers", "adapter"),
-            (ImageModelCard("a", "u/a", FLUX, weights="transformer", transformer_class="X"), "diffusers", "finetune"),
-            (JudgeCard("a", "u/a", QWEN), "peft", "adapter"),
-            (JudgeCard("a", "u/a", QWEN, weights="merged", merged_adapter="u/b"), "transformers", "finetune"),
+            (ImageModelCardData("a", "u/a", FLUX), "diffusers", "adapter"),
+            (
+                ImageModelCardData("a", "u/a", FLUX, weights="transformer", transformer_class="X"),
+                "diffusers",
+                "finetune",
+            ),
+            (JudgeCardData("a", "u/a", QWEN), "peft", "adapter"),
+            (JudgeCardData("a", "u/a", QWEN, weights="merged", merged_adapter="u/b"), "transformers", "finetune"),
         ],
     )
     def test_library_and_relation(self, card, library, relation):
@@ -202,31 +206,31 @@ class TestSettings:
     def test_the_card_is_rendered_from_it(self, kind, request):
         trainer = request.getfixturevalue(kind)
         folder = Path(trainer.args.output_dir)
-        card = load_settings(folder)
+        card = load_card_data(folder)
         assert str(render_card(card)) == text_of(trainer)
         expected = trainer._model_card()
         assert card == dataclasses.replace(expected, base_model=card.base_model)
-        text = (folder / SETTINGS).read_text()
+        text = (folder / CARD_DATA_FILE).read_text()
         for secret in (TOKEN, str(folder.parent), expected.base_model):
             assert secret not in text
 
     def test_no_path_and_one_error(self, tmp_path):
-        card = ImageModelCard(
+        card = ImageModelCardData(
             "a", "u/a", "/home/me/flux", "c0ffee", merged_adapter="/home/me/fox", license=License("mit")
         )
-        save_settings(card, tmp_path)
-        assert "/home/me" not in (tmp_path / SETTINGS).read_text()
-        assert load_settings(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")
+        save_card_data(card, tmp_path)
+        assert "/home/me" not in (tmp_path / CARD_DATA_FILE).read_text()
+        assert load_card_data(tmp_path) == dataclasses.replace(card, base_model="flux", merged_adapter="fox")
         # What an earlier version left empty
         empty = {"kind": "image model", "title": "a", "repo_id": "u/a", "base_model": "flux"}
-        (tmp_path / SETTINGS).write_text(json.dumps({**empty, "settings": {"panel_template": None}}))
-        assert load_settings(tmp_path).settings == {}
+        (tmp_path / CARD_DATA_FILE).write_text(json.dumps({**empty, "settings": {"panel_template": None}}))
+        assert load_card_data(tmp_path).settings == {}
         for broken in ("{", "[]", '{"kind": "poem"}', '{"kind": "judge", "colour": "red"}'):
-            (tmp_path / SETTINGS).write_text(broken)
-            with pytest.raises(ValueError, match=SETTINGS):
-                load_settings(tmp_path)
-        (tmp_path / SETTINGS).unlink()
-        assert load_settings(tmp_path) is None
+            (tmp_path / CARD_DATA_FILE).write_text(broken)
+            with pytest.raises(ValueError, match=CARD_DATA_FILE):
+                load_card_data(tmp_path)
+        (tmp_path / CARD_DATA_FILE).unlink()
+        assert load_card_data(tmp_path) is None
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -239,11 +243,11 @@ class TestSettings:
     def test_what_becomes_code_is_names_and_numbers(self, tmp_path, name, value):
         plain = {"kind": "image model", "title": "a", "repo_id": "u/a", "base_model": "flux"}
         fine = {"family": "FluxFamily", "call": {"height": 64, "sigmas": [1.0, 0.5]}, "layout": [2, 2]}
-        (tmp_path / SETTINGS).write_text(json.dumps(plain | fine))
-        assert load_settings(tmp_path).call == fine["call"]
-        (tmp_path / SETTINGS).write_text(json.dumps(plain | fine | {name: value}))
+        (tmp_path / CARD_DATA_FILE).write_text(json.dumps(plain | fine))
+        assert load_card_data(tmp_path).call == fine["call"]
+        (tmp_path / CARD_DATA_FILE).write_text(json.dumps(plain | fine | {name: value}))
         with pytest.raises(ValueError, match=f"`{name}`"):
-            load_settings(tmp_path)
+            load_card_data(tmp_path)
 
     def test_commit_of_the_base_model(self, tmp_path):
         with HubServer({TOKEN: "tester"}) as hub, hub.connected(tmp_path / "cache", TOKEN):
@@ -254,12 +258,12 @@ class TestSettings:
         assert cached_commit(str(tmp_path), None) is None
 
     CARDS = (
-        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline"),
-        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline", formats=["peft"]),
-        ImageModelCard("title", "run", FLUX, pipeline_class="FluxPipeline", weights="transformer",
+        ImageModelCardData("title", "run", FLUX, pipeline_class="FluxPipeline"),
+        ImageModelCardData("title", "run", FLUX, pipeline_class="FluxPipeline", formats=["peft"]),
+        ImageModelCardData("title", "run", FLUX, pipeline_class="FluxPipeline", weights="transformer",
                        transformer_class="FluxTransformer2DModel"),
-        JudgeCard("title", "run", QWEN, weights="merged", merged_adapter="u/b"),
-        JudgeCard("title", "run", QWEN, lora=LoRA(4, 8)),
+        JudgeCardData("title", "run", QWEN, weights="merged", merged_adapter="u/b"),
+        JudgeCardData("title", "run", QWEN, lora=LoRA(4, 8)),
     )  # fmt: skip
 
     @pytest.mark.parametrize("card", CARDS)
@@ -362,9 +366,9 @@ class TestWhatItSays:
         assert str(card_of(plain, use_ema=False)) == str(card_of(plain))
         assert "saved_weights" not in str(card_of(plain))
 
-    @pytest.mark.parametrize("kind", [ImageModelCard, JudgeCard])
+    @pytest.mark.parametrize("kind", [ImageModelCardData, JudgeCardData])
     def test_sections_without_content_are_left_out(self, kind):
-        is_judge = kind is JudgeCard
+        is_judge = kind is JudgeCardData
         empty = kind("a", "u/a", "/models/base")
         evaluations = {"eval": {"pairs": 2, "step": 4, "ece": 0.5, "decision_accuracy": 0.5}}
         full = dataclasses.replace(
@@ -425,7 +429,7 @@ class TestUse:
 
     @pytest.mark.parametrize("prompt", ['A "fox"  \\ in\tthe\n\n```snow\'s ' * 9, "\u2028 Zoë 狐 " * 30, "x" * 250])
     def test_the_prompt_of_the_code_is_that_of_training(self, prompt):
-        card = ImageModelCard("a", "u/a", FLUX, prompt=prompt, layout=[1, 2])
+        card = ImageModelCardData("a", "u/a", FLUX, prompt=prompt, layout=[1, 2])
         code = str(render_card(card)).split("```python\nprompt = ")[1].split("\nimage = ")[0]
         assert ast.literal_eval(code) == prompt
         assert max(map(len, code.splitlines())) < 200
@@ -565,7 +569,7 @@ class TestReferenceCards:
         assert config["model_name_or_path"] == card.base_model
         assert (config["lora_r"], config["lora_alpha"]) == (card.lora.rank, card.lora.alpha)
         assert (stated.get("precision") in (None, "bfloat16")) and config["bf16"]
-        if isinstance(card, JudgeCard):
+        if isinstance(card, JudgeCardData):
             assert card.datasets == [config["dataset_name"]]
             return
         if card.lora.layers is not None:
@@ -598,7 +602,7 @@ class TestFiles:
     ("seconds", "text"), [(0.2, "less than a second"), (20, "20 s"), (90, "2 min"), (21600, "6 h")]
 )
 def test_time_of_a_training(seconds, text):
-    card = ImageModelCard("a", "u/a", "flux", seconds=seconds, hardware="a CPU", license=License("mit"))
+    card = ImageModelCardData("a", "u/a", "flux", seconds=seconds, hardware="a CPU", license=License("mit"))
     assert f": {text}\n" in str(render_card(card))
 
 
@@ -612,5 +616,7 @@ def test_a_card_names_the_rewards_of_before_a_resume():
     red, bright = reward_rows(log, [redness_reward], ["red"], [2.0])
     assert (red.weight, red.first, red.last) == (2.0, None, 0.4)
     assert (bright.name, bright.weight, bright.first, bright.last) == ("bright", None, 0.5, None)
-    card = dataclasses.replace(ImageModelCard("a", "u/a", "/models/base"), method="PaCo-GRPO", rewards=[red, bright])
+    card = dataclasses.replace(
+        ImageModelCardData("a", "u/a", "/models/base"), method="PaCo-GRPO", rewards=[red, bright]
+    )
     assert "| bright | in an earlier part of the run | 0.5000 | not scored |" in str(render_card(card))

@@ -14,7 +14,7 @@ from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewa
 from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
 from paco_trl.evaluation.report import save_report
-from paco_trl.hub import ImageModelCard, load_settings, save_card
+from paco_trl.hub import ImageModelCardData, load_card_data, save_card
 from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, get_published_files, select_files
 from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
@@ -116,7 +116,7 @@ class TestSaving:
             weights = {*select_files(folder, others)} - {*select_files(folder, kind)}
             assert not weights, weights
         assert {name: files_in(folder)[name] for name in mine} == mine
-        save_card(load_settings(folder), folder)  # no model
+        save_card(load_card_data(folder), folder)  # no model
         assert get_published_files(folder) is PIPELINE_ADAPTER
 
     def test_what_was_written_into_the_card(self, trained, tmp_path, caplog):
@@ -172,7 +172,7 @@ class TestSaving:
         assert {path: oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o666 != 0o664} == {}
 
     def test_a_card_by_hand(self, tmp_path):
-        before, card = plant(tmp_path, "README.md", "evaluation.png"), ImageModelCard("a", "a", "user/base")
+        before, card = plant(tmp_path, "README.md", "evaluation.png"), ImageModelCardData("a", "a", "user/base")
         with pytest.raises(ValueError, match=r"README\.md"):
             save_card(card, tmp_path)
         assert files_in(tmp_path) == before

@@ -11,15 +11,15 @@ from hub_server import TOKEN, HubServer
 from paco_trl.checkpointing.checkpoints import find_saved_model
 from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments
+from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, get_published_files
 from paco_trl.hub.pushing import save_push_target
-from paco_trl.hub.settings import ImageModelCard, save_settings
-from paco_trl.utils.model_files import SETTINGS
+from paco_trl.utils.model_files import CARD_DATA_FILE
 
 
-def card_of(title: str, repo_id: str = "run", **fields) -> ImageModelCard:
-    return ImageModelCard(title, repo_id, "someone/base", **fields)
+def card_of(title: str, repo_id: str = "run", **fields) -> ImageModelCardData:
+    return ImageModelCardData(title, repo_id, "someone/base", **fields)
 
 
 def save_adapter(folder: Path, text: str, step: int = 0, **fields) -> Path:
@@ -128,7 +128,7 @@ class TestCommand:
         # What it says of loading is true there, what was added stays, and the checkpoint is as it was
         there = str(render_card(card_of("step 20", "tester/mine", settings={"optimizer_steps": 20})))
         assert files["README.md"].decode() == f"{there}Written by hand.\n"
-        assert json.loads(files[SETTINGS])["repo_id"] == "tester/mine"
+        assert json.loads(files[CARD_DATA_FILE])["repo_id"] == "tester/mine"
         assert 'load_lora_weights("run")' in (folder / "README.md").read_text()
         # The second time it knows where to, also of one checkpoint
         save_checkpoint(run, 40)
@@ -158,13 +158,13 @@ class TestCommand:
             (weights / "config.json").write_text("{}")
             (weights / ("model.safetensors" if kind == "judge" else "diffusion_pytorch_model.safetensors")).touch()
         (folder / "README.md").write_text("---\ntags:\n- paco-trl\n---\n")
-        (folder / SETTINGS).unlink(missing_ok=True)
+        (folder / CARD_DATA_FILE).unlink(missing_ok=True)
         before = sorted(folder.rglob("*"))
         code, said = push(folder, "--hub_model_id", "mine")
         assert code == 1 and "hf upload" in said
         assert not hub.repos and sorted(folder.rglob("*")) == before
         (folder / "README.md").unlink()
-        save_settings(card_of("mine"), folder)
+        save_card_data(card_of("mine"), folder)
         assert push(folder, "--hub_model_id", "mine")[0] == 0
         assert b'("tester/mine")' in hub.files("tester/mine", "model")["README.md"]
 

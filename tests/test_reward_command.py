@@ -22,7 +22,7 @@ from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands import reward
 from paco_trl.data import make_pair, rankings_to_pairs
 from paco_trl.data.columns import column_types
-from paco_trl.hub import ImageModelCard, save_settings
+from paco_trl.hub import ImageModelCardData, save_card_data
 from testing_utils import check_frozen_weights_are_not_saved, check_same_adapter, pair_dataset
 
 
@@ -144,7 +144,7 @@ def test_a_pipeline_is_no_judge(workspace, tiny_flux, tmp_path):
         PaCoRewardTrainer(str(tiny_flux), args, pairs(2, 0))
     adapter = str(tmp_path / "adapter")
     LoraConfig(r=4, base_model_name_or_path="makers/flux").save_pretrained(adapter)
-    save_settings(ImageModelCard("adapter", "adapter", "makers/flux"), adapter)
+    save_card_data(ImageModelCardData("adapter", "adapter", "makers/flux"), adapter)
     with pytest.raises(
         ValueError, match="adapter' is an adapter of the image pipeline 'makers/flux', no vision-.*be.$"
     ):

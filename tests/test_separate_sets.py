@@ -20,8 +20,8 @@ from paco_trl import PaCoGRPOTrainer, PaCoNFTTrainer
 from paco_trl.data import load_image_set_prompts, parse_image_set_prompt, split_grid
 from paco_trl.data.edit_prompts import check_edit_columns
 from paco_trl.data.image_sets import arrange_sets, complete_image_sets
+from paco_trl.hub.card_data import ImageModelCardData
 from paco_trl.hub.cards import render_card
-from paco_trl.hub.settings import ImageModelCard
 from paco_trl.rewards import LayoutReward, redness_reward
 from paco_trl.rollout import keyed_generator
 from paco_trl.rollout.prompt_rows import PromptRows
@@ -495,9 +495,9 @@ class TestCard:
     @pytest.mark.parametrize("wrong", [{"panel_template": "{panel.upper}"}, {"panel_generation": "shared"}])
     def test_what_a_stranger_wrote_is_checked(self, wrong):
         right = {"set_layout": "separate", "panel_template": "{panel}", "panel_generation": "anchored"}
-        ImageModelCard("a", "u/a", "u/base", settings=right)
+        ImageModelCardData("a", "u/a", "u/base", settings=right)
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ImageModelCard("a", "u/a", "u/base", settings=wrong)
+            ImageModelCardData("a", "u/a", "u/base", settings=wrong)
 
     def test_names_how_the_sets_are_generated(self, make_trainer):
         ways = {"panel_template": "{panel} {theme}", "panel_generation": "shared_noise"}

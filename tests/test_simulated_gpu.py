@@ -28,7 +28,7 @@ from paco_trl.commands import build_arguments as build
 from paco_trl.commands import doctor
 from paco_trl.commands import evaluate_arguments as evaluate
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
-from paco_trl.hub.settings import ImageModelCard, save_settings
+from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.image_benchmarks.comparison_app import Comparison
 from paco_trl.rewards import ClipTReward, ConsistencyReward, redness_reward
 from paco_trl.rollout import sde
@@ -297,8 +297,8 @@ class TestWhatIsOnTheDevice:
         loading = {"quantization": "nf4", "offload": True, "vae_tiling": True}
         call = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 1.0}
         run = {"inference_size": [32, 32], "guidance_scale": 1.0, "precision": "bfloat16"}
-        card = ImageModelCard("nf4", "nf4", str(tiny_flux), loading=loading, call=call, settings=run)
-        save_settings(card, folder)
+        card = ImageModelCardData("nf4", "nf4", str(tiny_flux), loading=loading, call=call, settings=run)
+        save_card_data(card, folder)
         return folder
 
     @pytest.fixture(scope="class")

@@ -28,7 +28,7 @@ from paco_trl import load_for_inference
 from paco_trl.commands.main import main
 from paco_trl.commands.space import SpaceArguments, write_space
 from paco_trl.data import format_image_set_prompt, split_grid
-from paco_trl.hub.settings import ImageModelCard, LoRA, RewardRow, load_settings, save_settings
+from paco_trl.hub.card_data import ImageModelCardData, LoRA, RewardRow, load_card_data, save_card_data
 from paco_trl.rewards import ConsistencyReward
 from paco_trl.rollout import keyed_generator
 from paco_trl.tiny import build_tiny_flux_kontext
@@ -53,10 +53,10 @@ PROMPT = (
 PASTED = format_image_set_prompt("One hat.", 20, 20, ["A hat."] * 400)
 
 
-def card(**settings) -> ImageModelCard:
+def card(**settings) -> ImageModelCardData:
     rewards = [RewardRow("clip_t", 1.0, "user/clip"), RewardRow("consistency", 1.0, "user/judge", 0.1, 0.2)]
     named = {"title": "my <b>adapter</b>", "repo_id": "toy", "base_model": "user/flux", "lora": LoRA(4, 8.0)}
-    return ImageModelCard(**named, call={"guidance_scale": 4.5}, settings=settings, rewards=rewards)
+    return ImageModelCardData(**named, call={"guidance_scale": 4.5}, settings=settings, rewards=rewards)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def adapter(tmp_path_factory) -> Path:
     give_effect(model, std=0.3)
     model.save_pretrained(folder)
     settings = {"training_size": [64, 64], "inference_size": [128, 128], "num_inference_steps": 3}
-    save_settings(card(**settings, guidance_scale=1.0, precision="float32"), folder)
+    save_card_data(card(**settings, guidance_scale=1.0, precision="float32"), folder)
     return folder
 
 
@@ -88,9 +88,9 @@ def arguments_of(folder: Path) -> dict:
 def of_card(adapter, tmp_path):
     """Writes the Space of the adapter with another card; gives the arguments of its app."""
 
-    def write(card: ImageModelCard) -> dict:
+    def write(card: ImageModelCardData) -> dict:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        save_settings(card, shutil.copytree(adapter, folder / "toy"))
+        save_card_data(card, shutil.copytree(adapter, folder / "toy"))
         return arguments_of(write_space(SpaceArguments(str(folder / "toy"), str(folder / "space"))))
 
     return write
@@ -166,7 +166,7 @@ class TestWrite:
     def test_what_cannot_be_compared(self, adapter, tmp_path, capsys):
         copy = tmp_path / "toy"
         shutil.copytree(adapter, copy)
-        save_settings(replace(card(), trained_on="edits"), copy)
+        save_card_data(replace(card(), trained_on="edits"), copy)
         target = ["--output_dir", str(tmp_path / "space")]
         assert main(["space", str(copy), *target]) == 1
         assert main(["space", str(FLUX), *target]) == 1
@@ -340,7 +340,7 @@ class TestLimits:
 
 
 def test_single_images(adapter, of_card, tmp_path, capsys):
-    trained = replace(load_settings(adapter), trained_on="single images")
+    trained = replace(load_card_data(adapter), trained_on="single images")
     found = of_card(trained)
     assert found["layout"] == (1, 1) and found["panel_size"] == (128, 128) and found["judge"] is None
     assert not any("grid" in prompt for prompt in found["prompts"])

@@ -11,10 +11,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from paco_trl.hub.card_data import load_card_data
 from paco_trl.hub.cards import render_card, save_card
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.pushing import select_files
-from paco_trl.hub.settings import load_settings
 from paco_trl.utils.files import write_atomically
 from paco_trl.utils.names import relative_name
 
@@ -52,7 +52,7 @@ def copy_adapter(trained: Path, adapter: Path) -> None:
     for name, path in select_files(trained, PIPELINE_ADAPTER).items():
         (adapter / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, adapter / name)
-    save_card(replace(load_settings(adapter), repo_id=relative_name(str(adapter))), adapter)
+    save_card(replace(load_card_data(adapter), repo_id=relative_name(str(adapter))), adapter)
 
 
 def render_report(folder: Path, template: str, pictures: dict[str, Path], **values: Any) -> Path:
@@ -71,7 +71,7 @@ def render_report(folder: Path, template: str, pictures: dict[str, Path], **valu
 
 def adapter_code(folder: Path) -> tuple[str, str]:
     """Return the code of the adapter's card that loads it and that generates, with paths from the working directory."""
-    card = load_settings(folder / ADAPTER)
+    card = load_card_data(folder / ADAPTER)
     text = str(render_card(replace(card, repo_id=os.path.relpath(folder / ADAPTER))))
     text = text.replace(f'"{card.base_model}"', f'"{os.path.relpath(toy_flux_path())}"')
     load, _, generate = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[:3]

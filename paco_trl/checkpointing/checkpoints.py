@@ -340,7 +340,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _saved_at(folder: Path) -> tuple[str, int]:
     # From the record, since copies have other file times
-    from ..hub.settings import load_settings
+    from ..hub.card_data import load_card_data
 
-    card = load_settings(folder)
+    card = load_card_data(folder)
     return ("", 0) if card is None else (card.saved_at or "", card.settings.get("optimizer_steps", 0))

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, get_published_files, select_files
 from ..utils.errors import OptionError
 from ..utils.files import file_on_path, read_record, write_atomically
-from ..utils.model_files import SETTINGS
+from ..utils.model_files import CARD_DATA_FILE
 from ..utils.text import differences
 from .checkpoints import delete_checkpoint, incomplete_files, list_checkpoints, read_run
 
@@ -26,7 +26,8 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         raise OptionError(f"`output_dir` is '{output_dir}', but '{file}' is a file. Name a directory.", "output_dir")
     # A model that is not the package's, or a part of one: an adapter's config beside it would change how it loads
     configs = ("config.json", "scheduler_config.json", "tokenizer_config.json")
-    is_foreign = not (Path(output_dir) / SETTINGS).exists() and "run" not in read_record(Path(output_dir) / RUN_FILE)
+    is_of_run = "run" in read_record(Path(output_dir) / RUN_FILE)
+    is_foreign = not is_of_run and not (Path(output_dir) / CARD_DATA_FILE).exists()
     keys = {key for name in configs for key in read_record(Path(output_dir) / name)}
     is_model = is_foreign and not keys.isdisjoint(("_class_name", "model_type", "tokenizer_class"))
     if is_model or (Path(output_dir) / "model_index.json").exists():

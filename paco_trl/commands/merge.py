@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
 from ..checkpointing.weights import save_transformer
+from ..hub.card_data import ImageModelCardData, JudgeCardData, LoRA, load_card_data
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
-from ..hub.settings import ImageModelCard, JudgeCard, LoRA, load_settings
 from ..rewards.paco_reward import has_processor, load_judge_adapter
 from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..utils.errors import OptionError
@@ -68,14 +68,14 @@ def merge(args: MergeArguments) -> None:
         dtype = merge_weights(saved, base, revision, args.dtype, folder)
 
         title = Path(args.output_dir).absolute().name
-        saved_card = load_settings(peft) if peft else None
+        saved_card = load_card_data(peft) if peft else None
         lora = LoRA(saved.config.r, saved.config.lora_alpha)
         card_fields: dict[str, Any] = {"title": title, "repo_id": title, "merged_adapter": adapter, "lora": lora}
         card_fields |= {"base_model": base, "license": base_license(base, online=True)}
         if index is None:
             question = saved_card.settings.get("question") if saved_card else None
             settings = {"question": question} if question else {}
-            save_card(JudgeCard(weights="merged", settings=settings, **card_fields), folder)
+            save_card(JudgeCardData(weights="merged", settings=settings, **card_fields), folder)
             return
         name = read_json(index)["_class_name"]
         name = name if isinstance(name, str) else name[-1]  # for code in the repository: module and class
@@ -83,12 +83,14 @@ def merge(args: MergeArguments) -> None:
             "pipeline_class": name,
             "trained_on": "edits" if "Kontext" in name or "Edit" in name else "sets",
         }
-        if isinstance(saved_card, ImageModelCard):  # for snippets that generate what the adapter was trained for
+        if isinstance(saved_card, ImageModelCardData):  # for snippets that generate what the adapter was trained for
             card_fields |= {
                 name: getattr(saved_card, name) for name in ("trained_on", "family", "prompt", "layout", "call")
             }
         transformer_class = read_json(folder / "transformer" / "config.json")["_class_name"]
-        card = ImageModelCard(weights="transformer", transformer_class=transformer_class, dtype=dtype, **card_fields)
+        card = ImageModelCardData(
+            weights="transformer", transformer_class=transformer_class, dtype=dtype, **card_fields
+        )
         save_card(card, folder)
 
 

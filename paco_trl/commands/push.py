@@ -7,13 +7,13 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..checkpointing.checkpoints import find_saved_model
+from ..hub.card_data import card_data_text, load_card_data
 from ..hub.cards import render_card, replace_repo_id
 from ..hub.files import get_published_files, select_files
 from ..hub.pushing import HubPusher, load_push_target, save_push_target
 from ..hub.repositories import check_token, prepare_repo
-from ..hub.settings import load_settings, settings_text
 from ..utils.errors import OptionError
-from ..utils.model_files import SETTINGS
+from ..utils.model_files import CARD_DATA_FILE
 from .main import print_message
 from .model_arguments import PushArguments
 
@@ -24,9 +24,9 @@ def push(args: PushArguments) -> str:
     check_token(api)
     folder = Path(args.folder)
     model = find_saved_model(folder)
-    card = load_settings(model)
+    card = load_card_data(model)
     if card is None:  # for example a base model
-        raise OptionError(f"'{model}' was not saved by paco_trl: it has no {SETTINGS}. Use `hf upload`.")
+        raise OptionError(f"'{model}' was not saved by paco_trl: it has no {CARD_DATA_FILE}. Use `hf upload`.")
     run = folder.parent if folder.name.startswith("checkpoint-") else folder
     saved_settings = load_push_target(run)
     repo_id = args.hub_model_id or saved_settings.get("repo_id")
@@ -50,7 +50,7 @@ def push(args: PushArguments) -> str:
         if readme.is_file()
         else str(render_card(pushed_card))
     )
-    contents = {"README.md": text, SETTINGS: settings_text(pushed_card)}
+    contents = {"README.md": text, CARD_DATA_FILE: card_data_text(pushed_card)}
     names = ", ".join(sorted({*select_files(model, published_files), *contents}))
     print_message("push", f"uploading to {repo_id} what is in '{model}': {names}.")
     pusher.push_model(model, f"Upload model{step}", contents)

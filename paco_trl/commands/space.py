@@ -16,11 +16,11 @@ import jinja2
 from ..checkpointing.checkpoints import find_saved_model
 from ..data import demo_prompts_path, load_image_set_prompts, parse_image_set_prompt
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, arrange_sets, prompt_texts
+from ..hub.card_data import ImageModelCardData, JudgeCardData, card_data_text, load_card_data
 from ..hub.licenses import License
-from ..hub.settings import ImageModelCard, JudgeCard, load_settings, settings_text
 from ..utils.errors import OptionError
 from ..utils.files import new_folder, write_atomically
-from ..utils.model_files import SETTINGS, find_model_file
+from ..utils.model_files import CARD_DATA_FILE, find_model_file
 from ..utils.names import is_local, public_name, repository
 from .env import get_version
 from .main import print_message
@@ -56,9 +56,9 @@ def write_space(args: SpaceArguments) -> Path:
                 f"'{adapter}' has no {missing}. Pass an adapter in PEFT's format to compare with its base model."
             )
         config = json.loads(Path(config_file).read_text(encoding="utf-8"))
-        card = load_settings(adapter) or ImageModelCard(Path(adapter).name, adapter, base_model="")
-        if isinstance(card, JudgeCard) or card.trained_on == "edits":
-            purpose = "judges" if isinstance(card, JudgeCard) else "edits images"
+        card = load_card_data(adapter) or ImageModelCardData(Path(adapter).name, adapter, base_model="")
+        if isinstance(card, JudgeCardData) or card.trained_on == "edits":
+            purpose = "judges" if isinstance(card, JudgeCardData) else "edits images"
             raise OptionError(f"'{adapter}' {purpose}, but the app compares images generated from text.")
         if not (model := args.model_name_or_path or config.get("base_model_name_or_path")):
             raise OptionError(f"The {_CONFIG} of '{adapter}' names no base model. Pass it as `--model_name_or_path`.")
@@ -68,7 +68,7 @@ def write_space(args: SpaceArguments) -> Path:
             config["base_model_name_or_path"] = settings["model"]
             write_atomically(staging_dir / "adapter" / _CONFIG, json.dumps(config, indent=2) + "\n")
             shutil.copy(weights, staging_dir / "adapter" / _WEIGHTS)
-            write_atomically(staging_dir / "adapter" / SETTINGS, settings_text(card))
+            write_atomically(staging_dir / "adapter" / CARD_DATA_FILE, card_data_text(card))
         models = [settings[name] for name in ("model", "adapter", "judge")]
         context = {
             "settings": settings,
@@ -89,7 +89,7 @@ def _least_gradio() -> str:
     return next(found[1] for text in requires("paco_trl") or () if (found := re.match(r"gradio>=([\d.]+)", text)))
 
 
-def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCard) -> dict[str, Any]:
+def _settings(model: str, adapter: str, judge: str | None, card: ImageModelCardData) -> dict[str, Any]:
     """Return the arguments of `serve_comparison`, from the options and the training."""
     if judge is None and card.trained_on == "sets":  # a judge compares the images of a set
         models = (reward.model for reward in card.rewards if reward.name == "consistency")

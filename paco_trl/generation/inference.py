@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
-from ..hub.settings import ImageModelCard, load_settings
+from ..hub.card_data import ImageModelCardData, load_card_data
 from ..rollout import FAMILIES, get_family
 from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..rollout.loading import read_index
@@ -58,7 +58,7 @@ class PipelineSpec:
     quantization: str | None = None
     vae_tiling: bool = False
     offload: bool = True
-    card: ImageModelCard | None = None
+    card: ImageModelCardData | None = None
 
     @property
     def name(self) -> str:
@@ -229,7 +229,7 @@ def read_pipeline(
     quantization: str | None = "auto",
     offload: bool | None = None,
     vae_tiling: bool | None = None,
-    card: ImageModelCard | None = None,
+    card: ImageModelCardData | None = None,
 ) -> PipelineSpec:
     """Return the specification of a pipeline, by default as recorded in a training's `card`. No file is read."""
     loading = {} if card is None else card.loading
@@ -272,7 +272,7 @@ def read_adapter(name: str, model: str | None = None, revision: str | None = Non
         folder = peft or (parent if file in (None, "pytorch_lora_weights.safetensors") else None)
     if folder:
         check_generates(name, folder)
-    card = cast(ImageModelCard | None, load_settings(folder) if folder else None)
+    card = cast(ImageModelCardData | None, load_card_data(folder) if folder else None)
     base = _find_base(name, folder, card) if model is None else model
     base_revision = None
     if card is not None and not os.path.isdir(base) and is_same_model(card.base_model, base):
@@ -304,7 +304,7 @@ def _find_peft(name: str) -> str | None:
         raise
 
 
-def _find_base(name: str, folder: str | None, card: ImageModelCard | None) -> str:
+def _find_base(name: str, folder: str | None, card: ImageModelCardData | None) -> str:
     """Find the base model named by an adapter's config, `paco_trl.json` or card, preferably a local directory."""
     path = find_model_file(folder, "adapter_config.json") if folder else None
     bases = [read_record(path or "").get("base_model_name_or_path"), None if card is None else card.base_model]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Hugging Face Hub integration: the settings saved with a model (`paco_trl.json`), its card, and pushes.
+Hugging Face Hub integration: the card data saved with a model (`paco_trl.json`), its card, and pushes.
 
-A trainer fills in an [`ImageModelCard`] or a [`JudgeCard`]; they can also be loaded from a file or written by hand.
+A trainer fills in an [`ImageModelCardData`] or a [`JudgeCardData`]; they can also be loaded from a file or written by
+hand.
 """
 
 from typing import TYPE_CHECKING
@@ -11,20 +12,20 @@ from ..utils.lazy import lazy_imports
 
 
 if TYPE_CHECKING:
-    from .cards import metadata, render_card, save_card
-    from .settings import (
+    from .card_data import (
         EvaluationRow,
-        ImageModelCard,
-        JudgeCard,
+        ImageModelCardData,
+        JudgeCardData,
         LoRA,
         RewardRow,
-        load_settings,
-        save_settings,
+        load_card_data,
+        save_card_data,
     )
+    from .cards import metadata, render_card, save_card
 
 __all__ = [
-    "EvaluationRow", "ImageModelCard", "JudgeCard", "LoRA", "RewardRow", "load_settings", "metadata",
-    "render_card", "save_card", "save_settings",
+    "EvaluationRow", "ImageModelCardData", "JudgeCardData", "LoRA", "RewardRow", "load_card_data", "metadata",
+    "render_card", "save_card", "save_card_data",
 ]  # fmt: skip
 
 # Lazy, so that importing the file names does not import `datasets`

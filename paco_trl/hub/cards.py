@@ -20,11 +20,11 @@ from ..data import demo_prompts_path, theme_question
 from ..utils.files import apply_umask, read_template, write_atomically
 from ..utils.images import to_png
 from ..utils.logs import get_logger
-from ..utils.model_files import SETTINGS
+from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
+from .card_data import ImageModelCardData, JudgeCardData, load_card_data, save_card_data
 from .files import JUDGE_PICTURES, PICTURES, foreign_files, get_published_files, saved_pictures, select_files
-from .settings import ImageModelCard, JudgeCard, load_settings, save_settings
 
 
 logger = get_logger(__name__)
@@ -36,7 +36,7 @@ _CITATIONS = yaml.safe_load(read_template("citations.yaml"))
 _TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("paco_trl"))
 
 
-def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
+def render_card(card: ImageModelCardData | JudgeCardData) -> ModelCard:
     """Render a card. Sections and rows without content are left out."""
     base_model = public_name(card.base_model)
     bases = _CITATIONS["bases"].items()
@@ -60,7 +60,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
         "is_base_cited": base_citation is not None,
         "cell": markdown_text,
     }
-    if isinstance(card, JudgeCard):
+    if isinstance(card, JudgeCardData):
         context["served_name"] = re.sub(r"[^\w.-]", "-", card.repo_id.split("/")[-1]).lower()
         context["question"] = repr(card.settings.get("question") or theme_question("A fox through the four seasons"))
         context["accuracy_intervals"] = [
@@ -74,7 +74,7 @@ def render_card(card: ImageModelCard | JudgeCard) -> ModelCard:
 
 
 def save_card(
-    card: ImageModelCard | JudgeCard, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
+    card: ImageModelCardData | JudgeCardData, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
 ) -> None:
     """
     Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; delete the pictures of an earlier card
@@ -83,15 +83,15 @@ def save_card(
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
     """
-    if error := foreign_files(folder, [SETTINGS, "README.md", *map(glob.escape, pictures or {})]):
+    if error := foreign_files(folder, [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures or {})]):
         raise ValueError(error)
     remove_replaced_files(card, folder)
-    save_settings(card, folder)
+    save_card_data(card, folder)
     write_card(card, folder, pictures or {})
 
 
 def remove_replaced_files(
-    card: ImageModelCard | JudgeCard, folder: str | Path, published_files: Collection[str] = ()
+    card: ImageModelCardData | JudgeCardData, folder: str | Path, published_files: Collection[str] = ()
 ) -> None:
     """
     Delete the files that a card, or with `published_files` a model of any kind, replaces.
@@ -106,12 +106,12 @@ def remove_replaced_files(
     patterns = [*published_files, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
     for name, path in select_files(folder, patterns).items():
         is_old_picture = name in old_pictures - {*card.pictures}
-        if is_old_picture or (not name.endswith(".png") and name != SETTINGS):
+        if is_old_picture or (not name.endswith(".png") and name != CARD_DATA_FILE):
             path.unlink()
 
 
 def write_card(
-    card: ImageModelCard | JudgeCard,
+    card: ImageModelCardData | JudgeCardData,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
     published_files: Collection[str] = (),
@@ -130,18 +130,18 @@ def write_card(
 def _keep_edited(folder: Path) -> None:
     """Keep a copy of a card that somebody has edited, or that has results of the model it replaces."""
     path = folder / "README.md"
-    card = load_settings(folder) if path.is_file() else None
+    card = load_card_data(folder) if path.is_file() else None
     if card is None or path.read_bytes() == str(render_card(card)).encode():
         return
     copies = (folder / f"README.before-{number}.md" for number in itertools.count(1))
     copy = next(copy for copy in copies if not copy.exists())
     shutil.copyfile(path, copy)
     logger.warning(
-        f"'{path}' has text that its {SETTINGS} does not give. The new card replaces it; '{copy}' keeps it."
+        f"'{path}' has text that its {CARD_DATA_FILE} does not give. The new card replaces it; '{copy}' keeps it."
     )
 
 
-def replace_repo_id(card: ImageModelCard | JudgeCard, repo_id: str, markdown: str) -> str:
+def replace_repo_id(card: ImageModelCardData | JudgeCardData, repo_id: str, markdown: str) -> str:
     """Replace the repository id in the code blocks of a card, so that they load the pushed model."""
     not_base_model = (
         r"(?<!Pipeline\.from_pretrained\()(?<!base = )(?<!model=)"  # keep base models, and the name of a served model
@@ -150,7 +150,7 @@ def replace_repo_id(card: ImageModelCard | JudgeCard, repo_id: str, markdown: st
     return re.sub("```.*?```", lambda code: name.sub(rf"\g<1>{repo_id}", code[0]), markdown, flags=re.DOTALL)
 
 
-def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
+def metadata(card: ImageModelCardData | JudgeCardData) -> ModelCardData:
     """Return the Hub's metadata of a card."""
     is_adapter = card.weights == "adapter"
     (library, task) = card.library_and_task
@@ -175,7 +175,7 @@ def metadata(card: ImageModelCard | JudgeCard) -> ModelCardData:
     )
 
 
-def _example(card: ImageModelCard) -> dict[str, Any]:
+def _example(card: ImageModelCardData) -> dict[str, Any]:
     """Return what the snippets generate: prompts as lines of code, their layout, arguments of the pipeline call."""
     prompt = card.prompt
     layout = card.layout
@@ -199,7 +199,7 @@ def _code(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _results(card: ImageModelCard | JudgeCard) -> Iterator[dict[str, Any]]:
+def _results(card: ImageModelCardData | JudgeCardData) -> Iterator[dict[str, Any]]:
     """Yield the arguments of the Hub's evaluation results."""
     if card.published:
         url = f"https://huggingface.co/papers/{card.paper['id']}"

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..utils.files import read_record
-from ..utils.model_files import SETTINGS
+from ..utils.model_files import CARD_DATA_FILE
 from ..utils.text import join_first
 
 
@@ -37,16 +37,16 @@ _PROCESSOR = [
     "video_preprocessor_config.json", "vocab.json",
 ]  # fmt: skip
 _ENDINGS = [".safetensors", "-*-of-*.safetensors", ".safetensors.index.json"]
-_JUDGE_CARD = [SETTINGS, "README.md", *JUDGE_PICTURES]
+_JUDGE_CARD = [CARD_DATA_FILE, "README.md", *JUDGE_PICTURES]
 
 # Patterns, in which `*` does not cross directories
 _ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 # An adapter of a pipeline's transformer, in PEFT's and in diffusers' format
-PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", SETTINGS, "README.md", *PICTURES]
+PIPELINE_ADAPTER = [*_ADAPTER, "pytorch_lora_weights.safetensors", CARD_DATA_FILE, "README.md", *PICTURES]
 # A full transformer of a pipeline
 TRANSFORMER = [
     "transformer/config.json", *(f"transformer/diffusion_pytorch_model{ending}" for ending in _ENDINGS),
-    SETTINGS, "README.md", *PICTURES,
+    CARD_DATA_FILE, "README.md", *PICTURES,
 ]  # fmt: skip
 # An adapter of a judge, and a full judge
 JUDGE_ADAPTER = [*_ADAPTER, *_PROCESSOR, *_JUDGE_CARD]
@@ -68,7 +68,7 @@ def is_one_of(name: str, patterns: Iterable[str]) -> bool:
 
 def saved_pictures(folder: str | Path) -> set[str] | None:
     """Return the card's images that the directory's `paco_trl.json` lists, `None` without that file."""
-    values = read_record(Path(folder) / SETTINGS)
+    values = read_record(Path(folder) / CARD_DATA_FILE)
     pictures = values.get("pictures", [])
     return {*map(str, pictures)} if values.get("kind") and isinstance(pictures, list) else None
 

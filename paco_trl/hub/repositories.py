@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import get_session
 
 from ..utils.files import read_record
-from ..utils.model_files import SETTINGS
+from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import is_same_model, public_name
 from .files import is_one_of
 
@@ -111,10 +111,10 @@ def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, pub
     files = {file.rfilename for file in info.siblings or []} - _UNPUBLISHED_FILES
     if not files:
         return
-    if SETTINGS not in files:
+    if CARD_DATA_FILE not in files:
         raise ValueError(
-            f"{info.id} has {len(files)} other files, such as {min(files)!r}, and no {SETTINGS}, so paco_trl did not "
-            "create it. Choose another repository, or delete them."
+            f"{info.id} has {len(files)} other files, such as {min(files)!r}, and no {CARD_DATA_FILE}, so paco_trl "
+            "did not create it. Choose another repository, or delete them."
         )
     weights = {name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]}
     if other_weights := [name for name in weights if not is_one_of(name, published_files)]:
@@ -122,7 +122,7 @@ def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, pub
             f"{info.id} has other weights, such as {min(other_weights)!r}. Choose another repository, or delete them."
         )
     with explain_outages(api):
-        other_base = read_record(api.hf_hub_download(info.id, SETTINGS, revision=info.sha)).get("base_model")
+        other_base = read_record(api.hf_hub_download(info.id, CARD_DATA_FILE, revision=info.sha)).get("base_model")
     if isinstance(other_base, str) and base_model is not None and not is_same_model(other_base, base_model):
         raise ValueError(
             f"{info.id} has a model trained from {other_base}, not from {public_name(base_model)}. Choose another "

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from ..data.grids import with_gaps
+from ..hub.card_data import load_card_data
 from ..hub.cards import RESULTS
-from ..hub.settings import load_settings
 from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
@@ -316,7 +316,7 @@ def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
     ]
     card.data.eval_results = other_results + new
     if card.data.model_name is None:
-        saved_card = load_settings(card_path.parent)
+        saved_card = load_card_data(card_path.parent)
         card.data.model_name = saved_card.title if saved_card else card_path.absolute().parent.name
     begin = f"<!-- results of {name} -->"
     end = f"<!-- end of the results of {name} -->"

@@ -33,7 +33,7 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.files import read_record
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import reading
-from ..utils.model_files import IMAGE_MODEL, SETTINGS, find_adapter_file, find_model_file, hub_arguments
+from ..utils.model_files import CARD_DATA_FILE, IMAGE_MODEL, find_adapter_file, find_model_file, hub_arguments
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from ..utils.tensors import to_device
@@ -586,7 +586,7 @@ def read_judge_config(model: str) -> PreTrainedConfig:
 
 def describe_image_model(model: str, base: str) -> str | None:
     """Describe a model that generates images, which was passed as a judge; `None` for other models."""
-    is_ours = read_record(os.path.join(model, SETTINGS)).get("kind") == IMAGE_MODEL
+    is_ours = read_record(os.path.join(model, CARD_DATA_FILE)).get("kind") == IMAGE_MODEL
     if not is_ours and not os.path.isfile(os.path.join(base, "model_index.json")):
         return None
     return "an image pipeline" if base == model else f"an adapter of the image pipeline '{base}'"

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import SchedulerType, TrainerState
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
+from ..hub.card_data import EvaluationRow, LoRA, RewardRow
 from ..hub.licenses import License, base_license
 from ..hub.pushing import HubPusher
-from ..hub.settings import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..checkpointing.weights import EMA, use_weights
-from ..hub.settings import ImageModelCard
+from ..hub.card_data import ImageModelCardData
 from ..rewards.scoring import Scores
 from ..rollout import Family, check_call_at, keyed_generator, predict
 from ..rollout.policy import RecordingOptions
@@ -216,7 +216,7 @@ class PaCoNFTTrainer(RoundTrainer):
                 self._log_with_step({"old_policy_decay": self.old_policy.decay})
         return self._mean_loss(loss, weights)
 
-    def _model_card(self, *args, **kwargs) -> ImageModelCard:
+    def _model_card(self, *args, **kwargs) -> ImageModelCardData:
         """Fill in the card of the objective, whose settings have times in place of stochastic steps."""
         card: Any = super()._model_card(*args, **kwargs)
         objective, tags = self.objective, self._tag_names

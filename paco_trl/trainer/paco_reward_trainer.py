@@ -34,9 +34,9 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 from ..checkpointing.weights import gather_weights, get_zero_stage, load_weights, local_weights, trained_parameters
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
+from ..hub.card_data import JudgeCardData, save_card_data
 from ..hub.cards import remove_replaced_files, write_card
 from ..hub.files import JUDGE_ADAPTER
-from ..hub.settings import JudgeCard, save_settings
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
 from ..rewards.paco_reward import PaCoReward, decision_direction, decision_token_ids, scales_logits
@@ -626,7 +626,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         if self.args.should_save:
             card = self._model_card(**card_fields)
             remove_replaced_files(card, folder, self.published_files)
-            save_settings(card, folder)
+            save_card_data(card, folder)
             # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
             self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(folder)
@@ -637,11 +637,11 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
     def _pictures(self) -> dict[str, Image.Image]:
         return self.pictures
 
-    def _model_card(self, **fields) -> JudgeCard:
+    def _model_card(self, **fields) -> JudgeCardData:
         """Fill in the current card of the judge."""
         args = self.args
         max_pixels = pixel_limit(self.processing_class)
-        return JudgeCard(
+        return JudgeCardData(
             **common_card_fields(
                 args, self.state, self.pusher, self.base_model_name, self._tag_names, self._paper, **fields
             ),

@@ -50,9 +50,9 @@ from ..checkpointing.weights import (
     local_weights,
     save_trained,
 )
+from ..hub.card_data import ImageModelCardData, save_card_data
 from ..hub.cards import remove_replaced_files, write_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
-from ..hub.settings import ImageModelCard, save_settings
 from ..plots.curves import CurvesCallback
 from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
@@ -854,7 +854,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         card = self._model_card(use_ema=use_ema, **card_fields)
         pictures = self._pictures(use_ema)
         remove_replaced_files(card, folder, self.published_files)
-        save_settings(card, folder)
+        save_card_data(card, folder)
         save_trained(self.model, self.pipeline, weights, folder)
         write_card(card, folder, pictures, self.published_files)
 
@@ -864,7 +864,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         has_separate = self.train_rows.has_separate
         return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
 
-    def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCard:
+    def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCardData:
         """Fill in the card, of the averaged weights or of the last step's."""
         args = self.args
         family = self.family
@@ -881,7 +881,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         pictures = self._pictures(use_ema)
-        return ImageModelCard(
+        return ImageModelCardData(
             **common_card_fields(
                 args, self.state, self.pusher, base_model, self._tag_names, self._paper, step=step, **fields
             ),

@@ -10,8 +10,8 @@ from .files import read_record
 from .names import check_adapter_name, check_model_name, is_local
 
 
-# What is saved with a model about its training (`paco_trl.hub.settings`), and the `kind` of image models in it
-SETTINGS = "paco_trl.json"
+# What is saved with a model about its training (`paco_trl.hub.card_data`), and the `kind` of image models in it
+CARD_DATA_FILE = "paco_trl.json"
 IMAGE_MODEL = "image model"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 # Names of diffusers and transformers for a model's own weights, or parts of them

@@ -346,7 +346,7 @@ TRAINING = [
         "test_checkpoints.py::test_neither_is_a_pipeline_or_what_is_below_a_file",
         ('if is_model or (Path(output_dir) / "model_index.json").exists():', "if is_model:"),
         ('not keys.isdisjoint(("_class_name", "model_type", "tokenizer_class"))', "bool(keys)"),
-        (' and "run" not in read_record(Path(output_dir) / RUN_FILE)', ""),
+        ("not is_of_run and ", ""),
         ("if (file := file_on_path(output_dir)) is not None:", "if (file := None) is not None:"),
     ),
     *_mutants(
@@ -455,7 +455,7 @@ HUB = [
         "hub/repositories.py",
         f"{_PUSHING}TestChecks",
         ("if private and not info.private:", "if False:"),
-        ("if SETTINGS not in files:", "if False:"),
+        ("if CARD_DATA_FILE not in files:", "if False:"),
         ("api.create_repo(repo_id, private=private, exist_ok=True)", "api.create_repo(repo_id, exist_ok=True)"),
         ("if isinstance(other_base, str) and base_model", "if False and base_model"),
         ("        api.auth_check(repo_id, repo_type=repo_type, write=True)\n", ""),
@@ -473,7 +473,7 @@ HUB = [
         ('_ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]', '_ADAPTER = ["*"]'),
     ),
     *_mutants(
-        "hub/settings.py",
+        "hub/card_data.py",
         "test_model_cards.py::TestSettings::test_no_path_and_one_error",
         ("values[name] and public_name(values[name])", "values[name]"),
     ),
@@ -503,7 +503,7 @@ HUB = [
         "test_ownership.py::TestSaving",
         ("name in old_pictures - {*card.pictures}", 'name not in card.pictures and name.endswith(".png")'),
         ("            path.unlink()", "            pass"),
-        ('or (not name.endswith(".png") and name != SETTINGS):', "or name != SETTINGS:"),
+        ('or (not name.endswith(".png") and name != CARD_DATA_FILE):', "or name != CARD_DATA_FILE:"),
     ),
     *_mutants(
         "trainer/publishing.py",

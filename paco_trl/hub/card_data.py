@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Settings of a saved model and its training: `paco_trl.json` beside every model, from which cards and code are
-generated.
+Card data of a saved model: `paco_trl.json` beside every model, from which its card and code are generated.
 
 Fields that are `None` or empty do not appear on the card.
 """
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 
 from ..data.image_sets import PANEL_TEMPLATE
 from ..utils.files import write_atomically
-from ..utils.model_files import IMAGE_MODEL, SETTINGS, find_model_file
+from ..utils.model_files import CARD_DATA_FILE, IMAGE_MODEL, find_model_file
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.papers import PAPER
@@ -76,7 +75,7 @@ class EvaluationRow:
 
 
 @dataclass
-class _Card:
+class _CardData:
     """Fields shared by all cards."""
 
     title: str
@@ -101,8 +100,8 @@ class _Card:
 
 
 @dataclass
-class ImageModelCard(_Card):
-    """Card of an image model: an adapter, or a full transformer that was trained or had an adapter merged into it."""
+class ImageModelCardData(_CardData):
+    """Card data of an image model: an adapter, or a full transformer, trained or with an adapter merged into it."""
 
     kind: ClassVar[str] = IMAGE_MODEL
     template: ClassVar[str] = "paco_grpo_model_card.md.jinja"
@@ -153,8 +152,8 @@ class ImageModelCard(_Card):
 
 
 @dataclass
-class JudgeCard(_Card):
-    """Card of a judge: an adapter, or a model with an adapter merged into it."""
+class JudgeCardData(_CardData):
+    """Card data of a judge: an adapter, or a model with an adapter merged into it."""
 
     kind: ClassVar[str] = "judge"
     template: ClassVar[str] = "paco_reward_model_card.md.jinja"
@@ -176,12 +175,12 @@ class JudgeCard(_Card):
                     yield dataset, metric, label, evaluation[key]
 
 
-def save_settings(card: ImageModelCard | JudgeCard, folder: str | Path) -> None:
+def save_card_data(card: ImageModelCardData | JudgeCardData, folder: str | Path) -> None:
     """Save `paco_trl.json`, without local paths."""
-    write_atomically(Path(folder) / SETTINGS, settings_text(card), durable=False)
+    write_atomically(Path(folder) / CARD_DATA_FILE, card_data_text(card), durable=False)
 
 
-def settings_text(card: ImageModelCard | JudgeCard) -> str:
+def card_data_text(card: ImageModelCardData | JudgeCardData) -> str:
     """Return the content of `paco_trl.json`."""
     values = {"kind": card.kind, **asdict(card)}
     for name in ("base_model", "merged_adapter"):
@@ -190,32 +189,32 @@ def settings_text(card: ImageModelCard | JudgeCard) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def load_settings(model: str | Path) -> ImageModelCard | JudgeCard | None:
+def load_card_data(model: str | Path) -> ImageModelCardData | JudgeCardData | None:
     """
-    Load the settings saved with a model (Hub id or directory), `None` if it has no `paco_trl.json`.
+    Load the card data saved with a model (Hub id or directory), `None` if it has no `paco_trl.json`.
 
     Raises:
-        ValueError: If the file does not have the format of [`save_settings`].
+        ValueError: If the file does not have the format of [`save_card_data`].
     """
-    path = find_model_file(str(model), SETTINGS)
+    path = find_model_file(str(model), CARD_DATA_FILE)
     if path is None:
         return None
     try:
-        return card_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return card_data_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"The {SETTINGS} of '{model}' cannot be read ({type(error).__name__}: {error}). Save the model again."
+            f"The {CARD_DATA_FILE} of '{model}' cannot be read ({type(error).__name__}: {error}). Save the model again."
         ) from error
 
 
-def card_from_dict(values: dict[str, Any]) -> ImageModelCard | JudgeCard:
-    """Build a card from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
-    card_class = {cls.kind: cls for cls in (ImageModelCard, JudgeCard)}[values.pop("kind")]
+def card_data_from_dict(values: dict[str, Any]) -> ImageModelCardData | JudgeCardData:
+    """Build card data from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
+    card_class = {cls.kind: cls for cls in (ImageModelCardData, JudgeCardData)}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
     nested_values: dict[str, Any] = {
         name: cls(**values[name]) for name, cls in (("lora", LoRA), ("license", License)) if values.get(name)
     }
-    if card_class is ImageModelCard:
+    if card_class is ImageModelCardData:
         nested_values["rewards"] = [RewardRow(**reward) for reward in values.get("rewards", ())]
         nested_values["evaluations"] = [EvaluationRow(**row) for row in values.get("evaluations", ())]
     return card_class(**{**values, **nested_values})
