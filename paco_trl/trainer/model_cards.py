@@ -36,6 +36,7 @@ def common_card_fields(
     args: PaCoGRPOConfig | PaCoRewardConfig,
     state: TrainerState,
     pusher: HubPusher | None,
+    hub_model_id: str | None,
     base_model: str,
     tag_names: list[str],
     paper: dict[str, str],
@@ -48,7 +49,7 @@ def common_card_fields(
 ) -> dict[str, Any]:
     """Return the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
     local = Path(args.output_dir).absolute()
-    repo_id = pusher.repo_id if pusher else args.hub_model_id
+    repo_id = hub_model_id or args.hub_model_id
     token = pusher.api.token if pusher else None
     return {
         "title": model_name or (repo_id or local.name).split("/")[-1],

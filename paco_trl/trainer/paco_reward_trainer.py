@@ -643,7 +643,14 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         max_pixels = pixel_limit(self.processing_class)
         return JudgeCardData(
             **common_card_fields(
-                args, self.state, self.pusher, self.base_model_name, self._tag_names, self._paper, **fields
+                args,
+                self.state,
+                self.pusher,
+                self.hub_model_id,
+                self.base_model_name,
+                self._tag_names,
+                self._paper,
+                **fields,
             ),
             lora=describe_lora(self.model, quantization=describe_quantization(self.model)),
             settings=judge_settings(args, len(self.train_dataset), self._question, max_pixels, self._card_step),

@@ -883,7 +883,15 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         pictures = self._pictures(use_ema)
         return ImageModelCardData(
             **common_card_fields(
-                args, self.state, self.pusher, base_model, self._tag_names, self._paper, step=step, **fields
+                args,
+                self.state,
+                self.pusher,
+                self.hub_model_id,
+                base_model,
+                self._tag_names,
+                self._paper,
+                step=step,
+                **fields,
             ),
             lora=describe_lora(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
