@@ -198,6 +198,24 @@ def test_pairs_that_were_held_out(tmp_path, capsys):
     assert f"| 4 | {metrics['accuracy']:.3f} [" in capsys.readouterr().out
 
 
+def test_broken_images_before_the_judge_is_loaded(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "whole.png")
+    (tmp_path / "broken.png").write_text("version https://git-lfs.github.com/spec/v1")
+    pair = {"images": ["whole.png", "broken.png"], "prompt": "Is it one color?", "completion": "Yes"}
+    ranking = {
+        "reference": "whole.png",
+        "candidates": ["whole.png", "broken.png"],
+        "ranking": [0, 1],
+        "prompt": "A fox.",
+    }
+    for row, name in ((pair, "images"), (ranking, "candidates")):
+        whole = {key: ["whole.png"] * 2 if key == name else value for key, value in row.items()}
+        (data := tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(row)}\n")
+        options = {"judge_model": "no/judge", "dataset_name": str(data), "output_dir": str(tmp_path / "out")}
+        with pytest.raises(ValueError, match=rf"`{name}\[1\]` of row 1 \({tmp_path}/broken.png\) cannot be read"):
+            script.evaluate(script.JudgeArguments(**options))
+
+
 def test_wrong_options(workspace, tiny_clip, tmp_path):
     common = f"--judge_model clip-i --dataset_name {workspace / 'rankings'} --output_dir {tmp_path} "
     for words, message in (

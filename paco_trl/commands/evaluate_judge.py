@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from ..data import check_pair_columns, check_ranking_columns
 from ..data.pairs import as_pairs
 from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_rankings, load_rankings, save_report
 from ..evaluation.judge_benchmarks import is_consistency_rank
+from ..evaluation.ranking_benchmark import IMAGE_COLUMNS
+from ..evaluation.runs import RowImages
 from ..rewards import WordsJudge
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, raise_errors
@@ -74,6 +77,10 @@ def evaluate(script_args: JudgeArguments) -> None:
         benchmark = "pairs"
         dataset = as_pairs(dataset, dataset_name)
         raise_errors(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
+        check_pair_columns(dataset, "dataset")
+    else:
+        check_ranking_columns(dataset)
+    RowImages(dataset, ("images",) if benchmark == "pairs" else IMAGE_COLUMNS).check_headers()
 
     judge = load_scorer(script_args)
     template = getattr(judge, "template", script_args.template)

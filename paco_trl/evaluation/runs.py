@@ -42,6 +42,26 @@ class RowImages:
         self.convert = _without_alpha if protocol == "published" else to_rgb
 
     def __getitem__(self, index: int) -> list[Image.Image]:
+        images = []
+        for where, source in self._sources(index):
+            with reading(where):
+                image = open_image(source)
+                image.load()  # detects truncated files, and closes the file
+                images.append(self.convert(image, "the image"))
+        return images
+
+    def check_headers(self) -> None:
+        """Open each image without decoding it, so that a missing or broken file shows before a judge is loaded."""
+        opened_paths = set[str | None]()
+        for index in range(len(self.dataset)):
+            for where, source in self._sources(index):
+                path = source["path"] if source and source["bytes"] is None else None
+                if path is None or path not in opened_paths:
+                    with reading(where), open_image(source):
+                        opened_paths.add(path)
+
+    def _sources(self, index: int) -> list[tuple[str, Any]]:
+        """Return the stored images of a row, each after its name for errors."""
         (row,) = self.dataset[index].to_pylist()
         named_sources: list[tuple[str, Any]] = []
         for column in self.columns:
@@ -49,13 +69,10 @@ class RowImages:
                 named_sources += [(f"`{column}[{position}]`", image) for position, image in enumerate(row[column])]
             else:
                 named_sources.append((f"`{column}`", row[column]))
-        images = []
-        for name, source in named_sources:
-            with reading(f"{name} of row {index} ({shorten_path(source and source['path'] or 'embedded')})"):
-                image = open_image(source)
-                image.load()  # detects truncated files, and closes the file
-                images.append(self.convert(image, "the image"))
-        return images
+        return [
+            (f"{name} of row {index} ({shorten_path(source and source['path'] or 'embedded')})", source)
+            for name, source in named_sources
+        ]
 
 
 def check_protocol(protocol: str) -> None:
