@@ -21,10 +21,11 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 
 from ..utils.images import refuse_address
-from ..utils.text import is_text, shorten, shorten_path
+from ..utils.text import is_text, join_first, shorten, shorten_path
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import report_broken_rows, unembedded_paths
 from .questions import theme_question
@@ -328,10 +329,40 @@ def _cache_file(dataset: Dataset) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "paco_trl" / f"images-{digest.hexdigest()}.json"
 
 
+def _find_contradictions(dataset: Dataset) -> list[tuple[int, int]]:
+    """Find pairs with the images and the question of an earlier pair, but the other answer. No image is decoded."""
+    arrow_images = dataset.with_format("arrow").select_columns(["images"])
+    keys: list[str | int] = []  # path, or the number of embedded bytes, which few images share
+    for batch in arrow_images.iter(batch_size=1000):
+        images = pc.list_flatten(batch["images"])
+        lengths = pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()
+        paths = pc.struct_field(images, "path").to_pylist()
+        keys += [path if length is None else length for path, length in zip(paths, lengths, strict=True)]
+
+    answers: dict[Any, list[tuple[int, str]]] = {}
+    for row, prompt, completion in iter_texts(dataset):
+        in_order = tuple if _mentions_position(prompt) else frozenset
+        key = (str(prompt), in_order(keys[2 * row : 2 * row + 2]))
+        answers.setdefault(key, []).append((row, decision_of(completion)))
+
+    contradictions = []
+    for (_, order), rows in answers.items():
+        if len({decision for _, decision in rows}) == 1:
+            continue
+        firsts: dict[Any, tuple[int, str]] = {}
+        for row, decision in rows:
+            (images,) = arrow_images[row]["images"].to_pylist()
+            contents = type(order)(image["path"] if image["bytes"] is None else image["bytes"] for image in images)
+            first, first_decision = firsts.setdefault(contents, (row, decision))
+            if decision != first_decision:
+                contradictions.append((first, row))
+    return sorted(contradictions, key=lambda rows: rows[1])
+
+
 def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: bool = False) -> Dataset:
     """
     Check pairs like [`check_pair_columns`], and also decode every image, so that a damaged one does not end a run.
-    Returns the valid rows.
+    Returns the valid rows, with a warning about those that contradict one another.
 
     Unless caching is disabled, the result is cached by the dataset's fingerprint and the sizes and times of its image
     files, and images are only decoded again after one has changed. Images behind URLs count as broken.
@@ -360,7 +391,14 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
                 write_atomically(path, json.dumps(grpo_config_errors))
     errors = {int(row): text for row, text in grpo_config_errors.items()} | dict(_find_invalid_rows(dataset))
     report_broken_rows([f"Row {row}: {errors[row]}" for row in sorted(errors)], len(dataset), "rows", skip_broken)
-    return dataset.select([row for row in range(len(dataset)) if row not in errors]) if errors else dataset
+    rows = [row for row in range(len(dataset)) if row not in errors]
+    valid_pairs = dataset.select(rows) if errors else dataset
+    if contradictions := [f"{rows[first]} and {rows[second]}" for first, second in _find_contradictions(valid_pairs)]:
+        logger.warning(
+            f"{len(contradictions)} of {len(rows)} pairs repeat the images and the question of an earlier pair with "
+            f"the other answer, rows {join_first(contradictions)}. Correct one of each, or leave both out."
+        )
+    return valid_pairs
 
 
 def swap_pairs(dataset: Dataset) -> Dataset:
