@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         score_consistency,
         score_duplicates,
     )
-    from .t2is_results import t2is_results
+    from .t2is_summary import t2is_results
 
 __all__ = [
     "EditScore", "System", "add_results_to_card", "find_edits",

@@ -879,7 +879,7 @@ BENCHMARKS = [
         ('WEIGHTS["consistency"] / 3)', 'WEIGHTS["consistency"])'),
     ),
     *_mutants(
-        "image_benchmarks/t2is_results.py",
+        "image_benchmarks/t2is_summary.py",
         "test_t2is_bench.py::TestPlantedSets",
         ("panels * (panels - 1) // 2, protocol)", "panels * (panels - 1), protocol)"),
         ('missing_value = math.nan if protocol == "published" else 0.0', "missing_value = math.nan"),
