@@ -25,8 +25,8 @@ class Scores(NamedTuple):
         return [key for key, record in self.records.items() if record["incomplete"]]
 
 
-class ScoreStore:
-    """Scores of a system by a scorer: a record per key, with `digest` and `incomplete`."""
+class ScoreFiles:
+    """Saved scores of a system by a scorer: a record per key, with `digest` and `incomplete`."""
 
     # Each process appends to `<name>.<process>.jsonl`, but reads all of these files, since the next run may have
     # another number of processes. A record is valid while its digest is in `digests`, so that changed images are
@@ -50,11 +50,15 @@ class ScoreStore:
                     best[record["key"]] = max(best.get(record["key"], record), record, key=_rank)
         return {key: best[key] for key in self.digests if key in best}
 
-    def start(self) -> None:
-        """Find the keys without a complete record; `pending` is this process's share of them."""
+
+class ScoreStore(ScoreFiles):
+    """Scores to complete: `pending` is this process's share of the keys without a complete record."""
+
+    def __init__(self, folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]):
         from accelerate import PartialState
         from accelerate.utils import gather_object
 
+        super().__init__(folder, name, settings, digests)
         process = PartialState()
         self.earlier = self.read()
         gather_object([None])  # wait until all processes have read before any writes
@@ -87,10 +91,9 @@ def open_scores(
     folder: str | Path, name: str, settings: Mapping[str, Any], digests: Mapping[str, str]
 ) -> Iterator[ScoreStore]:
     """Open a store with an exclusive lock."""
-    store = ScoreStore(folder, name, settings, digests)
-    with sole_writer(store.folder / store.name, f"the scores {name!r}"):
-        store.start()
-        yield store
+    files = ScoreFiles(folder, name, settings, digests)
+    with sole_writer(files.folder / files.name, f"the scores {name!r}"):
+        yield ScoreStore(folder, name, settings, digests)
 
 
 def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str) -> list[Scores]:
@@ -103,11 +106,11 @@ def read_scores(folder: str | Path, digests: Mapping[str, str], **expected: str)
             settings_by_name[settings["scores"]] = settings
     scores = []
     for name, settings in settings_by_name.items():
-        store = ScoreStore(folder, name, settings, digests)
-        records = store.read()
+        files = ScoreFiles(folder, name, settings, digests)
+        records = files.read()
         if missing := [key for key in digests if key not in records]:
             raise ValueError(
-                f"{len(missing)} of {len(digests)} images have no scores {name!r} in {store.folder}, or have changed "
+                f"{len(missing)} of {len(digests)} images have no scores {name!r} in {files.folder}, or have changed "
                 f"since: {join_first(missing)}. Rerun the scoring."
             )
         scores.append(Scores(settings, records))
