@@ -17,7 +17,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from ..utils.files import scratch_folder
 from ..utils.images import refuse_address
-from .dataset_files import image_file
+from .image_paths import image_file
 
 
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]

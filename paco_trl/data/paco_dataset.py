@@ -8,8 +8,10 @@ from datasets import Dataset, Features
 from ..utils.text import read_json, shorten
 from .archives import ARCHIVE_PATTERNS, ImageFinder
 from .columns import column_types
-from .dataset_files import find_dataset_folder, image_file, read_rows, report_broken_rows
+from .dataset_files import find_dataset_folder, report_broken_rows
+from .image_paths import image_file
 from .pairs import as_turns, pair_features
+from .text_tables import read_rows
 
 
 # The paper's training data; its evaluation set is `consistency_reward_cot_test`

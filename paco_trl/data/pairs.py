@@ -27,7 +27,8 @@ from datasets import Dataset, Features, Image, List, concatenate_datasets
 from ..utils.images import refuse_address
 from ..utils.text import is_text, join_first, shorten, shorten_path
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
-from .dataset_files import report_broken_rows, unembedded_paths
+from .dataset_files import report_broken_rows
+from .image_paths import unembedded_paths
 from .questions import theme_question
 
 

@@ -24,10 +24,11 @@ from .columns import (
     criteria_list,
     list_lengths,
 )
-from .dataset_files import find_dataset_folder, read_rows
+from .dataset_files import find_dataset_folder
 from .grid_prompts import parse_image_set_prompt
 from .pairs import make_pair, pair_features
 from .questions import theme_question
+from .text_tables import read_rows
 
 
 _COLUMNS = ["reference", "candidates", "ranking", "prompt"]

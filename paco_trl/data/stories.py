@@ -7,7 +7,9 @@ from typing import Any
 from datasets import Dataset
 
 from ..utils.text import read_json
-from .dataset_files import dataset_of_rows, find_dataset_folder, image_file, with_image_types
+from .dataset_files import find_dataset_folder
+from .image_paths import image_file, with_image_types
+from .text_tables import dataset_of_rows
 
 
 # Fields of a shot, in the order of the benchmark's prompts, before characters and scene

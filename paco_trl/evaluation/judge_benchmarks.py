@@ -14,7 +14,8 @@ from datasets import Image as ImageFeature
 from scipy.cluster.hierarchy import DisjointSet
 
 from ..data.columns import check_values, typed_dataset
-from ..data.dataset_files import image_file, load_split
+from ..data.dataset_files import load_split
+from ..data.image_paths import image_file
 from ..data.rankings import RANK_FILE, load_consistency_rank
 from ..utils.text import read_json, shorten
 
