@@ -13,7 +13,7 @@ from datasets import Dataset
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
-from paco_trl.evaluation.report import save_report
+from paco_trl.evaluation.judge_report import save_report
 from paco_trl.hub import ImageModelCardData, load_card_data, save_card
 from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, get_published_files, select_files
 from paco_trl.rewards import redness_reward

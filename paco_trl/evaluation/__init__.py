@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .comparing_judge import ComparingJudge
     from .grid_artifacts import grid_artifact_score
     from .judge_benchmarks import load_rankings
+    from .judge_report import published_tables, report_tables, save_report
     from .labeled_pairs import evaluate_pairs
     from .metrics import (
         auroc,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         ranking_metrics,
     )
     from .ranking_benchmark import evaluate_rankings
-    from .report import published_tables, report_tables, save_report
 
 __all__ = [
     "AestheticScorer", "ClipIScorer", "ComparingJudge", "auroc", "bootstrap_interval", "calibration_bins",

@@ -8,10 +8,10 @@ from ..data.grids import panel_size
 
 
 # ITU-R BT.601, like PIL's mode "L", but without rounding to integers
-LUMINANCE = (0.299, 0.587, 0.114)
+_LUMINANCE = (0.299, 0.587, 0.114)
 
 # Pixels on each side of a panel border that may belong to its edge
-BORDER = 2
+_BORDER = 2
 
 
 def grid_artifact_score(image: Image, period: int, rows: int = 1, cols: int = 1) -> float:
@@ -48,7 +48,7 @@ def grid_artifact_score(image: Image, period: int, rows: int = 1, cols: int = 1)
     if min(image.height, image.width) < 2 * period:
         raise ValueError(f"The image has {image.height}x{image.width} pixels, but needs two periods of {period}.")
     panel_height, panel_width = panel_size(image.height, image.width, rows, cols)
-    luminance = np.asarray(image.convert("RGB"), dtype=float) @ LUMINANCE  # (height, width)
+    luminance = np.asarray(image.convert("RGB"), dtype=float) @ _LUMINANCE  # (height, width)
     across = _direction_score(luminance, period, panel_width, "column")
     down = _direction_score(luminance.T, period, panel_height, "row")
     return (across + down) / 2
@@ -61,7 +61,7 @@ def _direction_score(luminance: np.ndarray, period: int, panel: int, name: str) 
     differences = np.abs(np.diff(luminance, axis=1)).mean(axis=0)  # (width - 1,)
     usable = np.ones(width - 1, dtype=bool)
     for border in range(panel, width, panel):
-        usable[max(border - 1 - BORDER, 0) : border + BORDER] = False
+        usable[max(border - 1 - _BORDER, 0) : border + _BORDER] = False
 
     middle = period // 2
     starts = [line - 1 - middle for line in range(period, width, period)]

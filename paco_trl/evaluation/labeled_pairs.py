@@ -46,8 +46,9 @@ def evaluate_pairs(
         labels.append(decision_of(completion) == "Yes")
     items = [runs.RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
     common, records = runs.score_records(
-        {"benchmark": "pairs", "protocol": "default"}, scorer, dataset, ("prompt", "completion"), ("images",),
-        output_path, batch_size, "index", items, lambda item, scores: {"index": item.key, "score": scores[0]},
+        settings={"benchmark": "pairs", "protocol": "default"}, scorer=scorer, dataset=dataset,
+        columns=("prompt", "completion"), image_columns=("images",), output_path=output_path, batch_size=batch_size,
+        key="index", items=items, record=lambda item, scores: {"index": item.key, "score": scores[0]},
     )  # fmt: skip
     scores = [records[index]["score"] for index in range(len(questions))]
     correct = [float((score > 0.5) == label) for score, label in zip(scores, labels, strict=True)]

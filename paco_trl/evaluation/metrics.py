@@ -2,11 +2,11 @@
 """
 Metrics of judges: agreement with human rankings, separation of labeled pairs, and calibration.
 
-Human rankings have the format of ConsistencyRank (https://huggingface.co/papers/2512.04784).
+Human rankings have the format of ConsistencyRank (https://huggingface.co/papers/2512.04784). An order lists the n
+items, best first; the rank of an item is its position in the order, from 1. As permutations they are inverses of each
+other, so that correlations of orders differ from correlations of ranks.
 """
 
-# An order lists the n items, best first; the rank of an item is its position in the order, from 1. As permutations
-# they are inverses of each other, so that correlations of orders differ from correlations of ranks
 import math
 from collections.abc import Sequence
 

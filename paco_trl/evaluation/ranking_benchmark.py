@@ -23,26 +23,26 @@ from .metrics import list_order_metrics, ranking_metrics
 
 logger = logging.getLogger(__name__)
 
-TEMPLATES = ("theme", "criteria", "plain")
-METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
+_TEMPLATES = ("theme", "criteria", "plain")
+_METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
 IMAGE_COLUMNS = ("reference", "candidates")
-COLUMNS = ("prompt", "theme", "criteria", "ranking", "group", "id")
-COLUMNS += ("dimension", "task_type", "candidate_ids", "is_tie")  # of pairs of edits
+_COLUMNS = ("prompt", "theme", "criteria", "ranking", "group", "id")
+_COLUMNS += ("dimension", "task_type", "candidate_ids", "is_tie")  # of pairs of edits
 # Protocol -> benchmarks of pairs of edits that have it
 EDIT_BENCHMARKS = {
     "default": ("edits", "edit_reward", "vc_reward", "editreward_compass", "mmrb2"),
     "published": ("edit_reward",),
 }
-DIMENSIONS = ("prompt_following", "consistency", "overall")
+_DIMENSIONS = ("prompt_following", "consistency", "overall")
 # Protocol -> question of each dimension, `overall` having all: of the editing reward, and of the published evaluation
-QUESTIONS = {
+_QUESTIONS = {
     "default": {"prompt_following": "edit_following", "consistency": "edit_consistency"},
     "published": {"prompt_following": "edit_reward_bench_following", "consistency": "edit_reward_bench_consistency"},
 }
 # Tokens that count as Yes and as No in the published script
-PUBLISHED_ANSWERS = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
+_PUBLISHED_ANSWERS = ("yes", "Yes", "YES", "y", "Y"), ("no", "No", "NO", "n", "N")
 # Scores that differ by less are a tie (EditReward-Compass)
-TIE = 1e-5
+_TIE = 1e-5
 
 
 def evaluate_rankings(
@@ -142,24 +142,27 @@ def evaluate_rankings(
         kind = f"`protocol` {protocol!r} and {'a' if has_edits else 'no'} column `dimension`"
         raise ValueError(f"`benchmark` is {benchmark!r}, but with {kind} must be {' or '.join(names)}.")
     template = _template_of(scorer, template, protocol, has_edits)
-    columns = [name for name in COLUMNS if name in dataset.column_names]
+    columns = [name for name in _COLUMNS if name in dataset.column_names]
     rows = [_with_defaults(index, row) for index, row in enumerate(dataset.select_columns(columns))]
     groups = [row["group"] for row in rows]
     settings = {"benchmark": benchmark, "protocol": protocol, **({} if template is None else {"template": template})}
-    score = partial(runs.score_records, settings, scorer, dataset, columns, IMAGE_COLUMNS, output_path, batch_size)
+    score = partial(
+        runs.score_records, settings=settings, scorer=scorer, dataset=dataset, columns=columns,
+        image_columns=IMAGE_COLUMNS, output_path=output_path, batch_size=batch_size,
+    )  # fmt: skip
     if has_edits:
         _check_edits(dataset, rows)
         common, scores = _score_edits(score, scorer, rows, protocol)
-        figures = _edit_results(rows, scores, groups, is_macro=benchmark == "edit_reward")
+        measured = _edit_results(rows, scores, groups, is_macro=benchmark == "edit_reward")
     else:
         common, records = _score_rows(score, rows, template or "theme", protocol)
-        figures = _ranking_results(records, groups)
-    return {**common, "num_groups": len(set(groups)), **figures}
+        measured = _ranking_results(records, groups)
+    return {**common, "num_groups": len(set(groups)), **measured}
 
 
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
     """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
-    judges_edits = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+    judges_edits = runs.judges_edits(scorer)
     trained_question = getattr(scorer, "question", None)
     if has_edits:
         if template is not None:
@@ -173,7 +176,7 @@ def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bo
         template = "plain" if protocol == "published" else trained_question or "theme"
         if template == trained_question:
             return template
-    if template not in (names := ("plain",) if protocol == "published" else TEMPLATES):
+    if template not in (names := ("plain",) if protocol == "published" else _TEMPLATES):
         raise ValueError(f"`template` is {template!r}, but with the {protocol} protocol must be {' or '.join(names)}.")
     _warn_if_untrained(scorer, f"the question of the template '{template}'")
     return template
@@ -227,7 +230,7 @@ def _score_rows(
         metrics = without_nan(metrics_of(scores, row["ranking"]))
         return {"index": item.key, "id": row["id"], "scores": scores, "ranking": row["ranking"], "metrics": metrics}
 
-    common, records = score("index", items, record)
+    common, records = score(key="index", items=items, record=record)
     return common, [records[index] for index in range(len(rows))]
 
 
@@ -237,14 +240,14 @@ def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) 
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
         "metrics": {
-            name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in METRICS
+            name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in _METRICS
         },
     }
 
 
 def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
     """Check the columns of pairs of edits that other rankings do not have."""
-    check_values(dataset, "dataset", "dimension", DIMENSIONS.__contains__, f"one of {', '.join(DIMENSIONS)}")
+    check_values(dataset, "dataset", "dimension", _DIMENSIONS.__contains__, f"one of {', '.join(_DIMENSIONS)}")
     check_values(dataset, "dataset", "task_type", lambda value: isinstance(value, str), "a text")
     check_values(dataset, "dataset", "is_tie", lambda value: isinstance(value, bool | None), "true or false")
     check_values(dataset, "dataset", "ranking", lambda value: len(value) == 2, "of two edits")
@@ -265,15 +268,17 @@ def _score_edits(
     """Score both candidates of each row, in one comparison or each by the questions of the rows that have it."""
     if getattr(scorer, "compares", False):
         items = [runs.RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
-        common, records = score("row", items, lambda item, scores: {"row": item.key, "first": scores[0]})
+        common, records = score(
+            key="row", items=items, record=lambda item, scores: {"row": item.key, "first": scores[0]}
+        )
         firsts = [records[index]["first"] for index in range(len(rows))]
         return common, [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
     rates = getattr(scorer, "rates", False)
     items, names_of = [], {}
     for candidate, (index, position, dimensions) in _uses(rows).items():
         prompt = rows[index]["prompt"]
-        names_of[candidate] = [name for name in QUESTIONS[protocol] if dimensions & {name, "overall"}]
-        texts = [question(QUESTIONS[protocol][name], instruction=prompt) for name in names_of[candidate]]
+        names_of[candidate] = [name for name in _QUESTIONS[protocol] if dimensions & {name, "overall"}]
+        texts = [question(_QUESTIONS[protocol][name], instruction=prompt) for name in names_of[candidate]]
         asked = [((position,), text) for text in ([prompt] if rates else texts)]
         items.append(runs.RecordQuestions(candidate, index, asked))
 
@@ -281,7 +286,7 @@ def _score_edits(
         by_name = scores[0] if rates else dict(zip(names_of[item.key], scores, strict=True))
         return {"key": item.key, "scores": by_name}
 
-    common, records = score("key", items, record, PUBLISHED_ANSWERS, resizes=True)
+    common, records = score(key="key", items=items, record=record, answers=_PUBLISHED_ANSWERS, resizes=True)
     scores_of = {candidate: found["scores"] for candidate, found in records.items()}
     return common, [[_edit_score(row["dimension"], scores_of[name]) for name in row["candidate_ids"]] for row in rows]
 
@@ -310,7 +315,7 @@ def _hits(row: Mapping[str, Any], scores: Sequence[float]) -> tuple[float, float
     """Return whether scores agree with people, strictly, and if ties also count."""
     preferred, rejected = (scores[index] for index in row["ranking"])
     if row["is_tie"]:
-        return (float(abs(preferred - rejected) < TIE),) * 2
+        return (float(abs(preferred - rejected) < _TIE),) * 2
     return float(preferred > rejected), float(preferred >= rejected)
 
 
@@ -320,7 +325,7 @@ def _edit_results(
     table = pd.DataFrame(map(_hits, rows, scores), columns=["strict", "geq"])
     table["dimension"], table["task_type"] = zip(*((row["dimension"], row["task_type"]) for row in rows), strict=True)
     dimensions = {}
-    for name in filter({*table["dimension"]}.__contains__, DIMENSIONS):
+    for name in filter({*table["dimension"]}.__contains__, _DIMENSIONS):
         part = table[table["dimension"] == name]
         labels = ([groups[index] for index in part.index], [*part["task_type"]] if is_macro else None)
         dimensions[name] = {

@@ -81,6 +81,11 @@ def check_protocol(protocol: str) -> None:
         raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
 
 
+def judges_edits(scorer: Any) -> bool:
+    """Return whether a scorer compares or rates edits, with a template of its own, rather than scoring pairs."""
+    return getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+
+
 class RecordQuestions(NamedTuple):
     """Questions about the first image of a row and others, whose scores become one record."""
 
@@ -90,6 +95,7 @@ class RecordQuestions(NamedTuple):
 
 
 def score_records(
+    *,
     settings: dict[str, Any],
     scorer: Any,
     dataset: Dataset,
@@ -112,7 +118,7 @@ def score_records(
     settings |= {"scorer": name, "judge": describe_scorer(scorer)}
     images = RowImages(dataset, image_columns, protocol)
     journal = Journal(output_path, settings)
-    done = {record[key]: record for record in journal.records}
+    done = {saved[key]: saved for saved in journal.records}
     rows = [list(row_items) for _, row_items in groupby(items, key=lambda item: item.row)]
     title = f"{settings['benchmark']}, {scorer.name}"
     with tqdm(total=len(items), initial=len(done), desc=title, unit=key) as progress:
@@ -133,11 +139,11 @@ def score_records(
                     scores, unanswered = zip(*islice(results, len(item.questions)), strict=True)
                     records.append(record(item, list(scores)) | {"unanswered": sum(unanswered)})
                 journal.append(*records)
-                done |= {record[key]: record for record in records}
+                done |= {saved[key]: saved for saved in records}
                 progress.update(len(unscored))
     if is_served:  # published results should not have the server's address
         settings["scorer"] = scorer.model_name
-    num_unanswered = sum(record["unanswered"] for record in done.values())
+    num_unanswered = sum(saved["unanswered"] for saved in done.values())
     common = {"settings": settings, "num_instances": len(dataset), "num_unanswered": num_unanswered}
     return common, done
 
@@ -151,7 +157,7 @@ def _score(
         probabilities = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in top_logprobs]
         scores = [(score or 0.0, score is None) for score in probabilities]
     else:
-        may_lack = getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+        may_lack = judges_edits(scorer)
         answers = scorer.score(pairs, questions)
         are_plain = (score is None or isinstance(score, Mapping) for score in answers)
         answers = [score if is_plain else float(score) for score, is_plain in zip(answers, are_plain, strict=True)]
