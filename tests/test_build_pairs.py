@@ -28,7 +28,7 @@ from paco_trl.dataset_building import (
     read_annotations,
 )
 from paco_trl.dataset_building.annotations import check_annotator, count_agreement, kendalls_w, majority_vote
-from paco_trl.dataset_building.pairs import connected_prompts, decide_pairs, split_prompts, vote_on_instances
+from paco_trl.dataset_building.pair_building import connected_prompts, decide_pairs, split_prompts, vote_on_instances
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils import stage_folder
 from paco_trl.utils.files import file_name, write_atomically

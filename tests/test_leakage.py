@@ -3,7 +3,7 @@
 
 import pytest
 
-from paco_trl.dataset_building.pairs import connected_prompts
+from paco_trl.dataset_building.pair_building import connected_prompts
 from paco_trl.image_benchmarks import find_leaks
 from paco_trl.image_benchmarks.leakage import leakage_text
 from paco_trl.utils.text import normalized, split_words

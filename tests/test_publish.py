@@ -21,7 +21,7 @@ from hub_server import TOKEN, HubServer
 from paco_trl.data import check_pair_columns, check_ranking_columns, make_pair, theme_question
 from paco_trl.data.rankings import ranking_features
 from paco_trl.dataset_building import StageFolder
-from paco_trl.dataset_building.pairs import built_pair_features
+from paco_trl.dataset_building.pair_building import built_pair_features
 from paco_trl.dataset_building.publish import publish_dataset
 
 

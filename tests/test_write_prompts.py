@@ -17,14 +17,14 @@ from judge_server import LoopClock
 from launching import free_port
 from paco_trl.data import check_image_set_columns, format_image_set_prompt, parse_image_set_prompt
 from paco_trl.dataset_building.answers import SAME_PROMPT
-from paco_trl.dataset_building.prompts import CATEGORIES, write_prompts
+from paco_trl.dataset_building.prompt_writing import CATEGORIES, write_prompts
 from paco_trl.utils.chat import ChatEndpoint, ChatRequest, EndpointUnavailableError, Reply
 from paco_trl.utils.stage_folder import StageFolder
 from testing_utils import wait_until
 
 
 # The package has the function under this name
-module = importlib.import_module("paco_trl.dataset_building.prompts")
+module = importlib.import_module("paco_trl.dataset_building.prompt_writing")
 
 
 KEY = "key-that-nobody-may-see"

@@ -13,7 +13,7 @@ from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl.data import check_pair_columns, criterion_question, decision_of, theme_question, validate_pairs
 from paco_trl.data.pairs import make_pair, pair_features
-from paco_trl.dataset_building.prompts import DIMENSIONS
+from paco_trl.dataset_building.prompt_writing import DIMENSIONS
 from paco_trl.dataset_building.reasons import check_reasons, write_reasons
 from paco_trl.utils.stage_folder import StageFolder
 

@@ -14,9 +14,9 @@ from .annotations import (
     read_annotations,
 )
 from .diversify import diversify_prompts
-from .pairs import build_pairs
+from .pair_building import build_pairs
 from .panels import cut_panels, make_instances
-from .prompts import CATEGORIES, DIMENSIONS, write_prompts
+from .prompt_writing import CATEGORIES, DIMENSIONS, write_prompts
 from .publish import publish_dataset
 from .rank import annotator_kinds, judge_annotator_name, rank_automatically, rank_with_judge
 from .reasons import VISIBLE_ATTRIBUTES, write_reasons

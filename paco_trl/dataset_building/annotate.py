@@ -3,7 +3,6 @@
 
 import html
 import logging
-import re
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +17,7 @@ from filelock import FileLock
 from ..data.columns import column_by_id
 from ..data.rankings import theme_of
 from ..utils.addresses import is_loopback
-from ..utils.files import read_template
+from ..utils.files import read_app_template
 from ..utils.locks import take_lock
 from ..utils.text import shorten
 from .annotations import (
@@ -29,7 +28,7 @@ from .annotations import (
     keyed_hash,
     ranks_of_ranking,
 )
-from .prompts import DIMENSIONS
+from .prompt_writing import DIMENSIONS
 
 
 if TYPE_CHECKING:
@@ -49,9 +48,7 @@ _CONTENT_SECURITY_POLICY = (
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'self'"
 )
 
-(_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
-    r"<(template|style|script)>(.*?)</\1>", read_template("annotation_app.html"), re.DOTALL
-)
+_APP = read_app_template("annotation_app.html")
 
 
 def display_order(annotator: str, instance: str, count: int) -> list[int]:
@@ -220,7 +217,9 @@ def make_app(work: AnnotationWork) -> "Blocks":
             )
             start_button = gr.Button("Start", variant="primary")
         with gr.Column(visible=False) as page:
-            board = gr.HTML({}, html_template=_BOARD, css_template=_STYLE, js_on_load=_SCRIPT, apply_default_css=False)
+            board = gr.HTML(
+                {}, html_template=_APP.board, css_template=_APP.style, js_on_load=_APP.script, apply_default_css=False
+            )
             with gr.Row(elem_id="buttons"):
                 save_button = gr.Button("Save", variant="primary", elem_id="save")
                 back_button = gr.Button("Back", elem_id="back")
@@ -288,7 +287,7 @@ def serve_annotation(
             run_history=False,
             enable_monitoring=False,
             max_file_size=1,  # nothing is uploaded
-            css=_PAGE_STYLE,
+            css=_APP.page_style,
             prevent_thread_lock=prevent_thread_lock,
             app_kwargs={
                 "routes": [Route("/image/{sha256}", image)],

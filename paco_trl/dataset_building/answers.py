@@ -38,12 +38,27 @@ def ask_in_rounds(
 ) -> tuple[dict[Any, list], dict[str, Any]]:
     """
     Request the number of texts in `target_counts` per name, in at most `max_attempts` rounds with different seeds.
-    Returns the texts, and a report on the replies.
+
+    Replies are saved immediately, but used in the order of `target_counts`, so that the result does not depend on
+    theirs.
+
+    Args:
+        endpoint, journal, purpose, seed, max_attempts:
+            Language model; its saved replies; what the texts are, for messages; seed; number of rounds.
+        target_counts (`Mapping[Any, int]`):
+            Number of texts by name.
+        request (`Callable[[Any, int], tuple[Any, int]]`):
+            Function from a name and the number of its missing texts to the content of a question, and the most tokens
+            of its answer.
+        read (`Callable[[Any, Reply, int], tuple[list, Counter[str]]]`):
+            Function from a name, a reply and the number of missing texts to the usable texts of the reply, and why
+            others are not usable.
+        key_of (`Callable[[Any, Any], str]`):
+            Function from a name and a text to a key. Of texts with the same key, the first is taken.
+
+    Returns:
+        `tuple[dict[Any, list], dict[str, Any]]`: the texts by name, and a report on the replies.
     """
-    # `request` returns the content of a question and the length of its answer. `read` returns the usable texts of a
-    # reply, and why others are not usable. Both get the number of missing texts. Of texts with the same key, the first
-    # is taken. Replies are saved immediately, but used in the order of `target_counts`, so that the result does not
-    # depend on their order
     replies: dict[Any, list[Reply]] = defaultdict(list)
     for record in journal.records:
         replies[record["name"]].append(Reply(*record["reply"]))

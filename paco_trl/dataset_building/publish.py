@@ -93,13 +93,13 @@ def publish_dataset(
     if license is None and generator is None:
         raise ValueError("Neither `license` nor `generator` is given, so the license is not known. Pass one of them.")
     card = dataset_card(
-        {split: count_pairs(data, len(digests[f"pairs/{split}"])) for split, data in pairs.items()},
-        None if rankings is None else count_rankings(rankings, len(digests["rankings/test"])),
-        repo_id,
-        report,
-        License(license) if license is not None else read_license(str(generator), api.token),
-        generator,
-        license is None,
+        splits={split: count_pairs(data, len(digests[f"pairs/{split}"])) for split, data in pairs.items()},
+        rankings=None if rankings is None else count_rankings(rankings, len(digests["rankings/test"])),
+        repo_id=repo_id,
+        report=report,
+        license=License(license) if license is not None else read_license(str(generator), api.token),
+        generator=generator,
+        is_generators_license=license is None,
     )
     with (
         tempfile.TemporaryDirectory(prefix="paco-trl-publish-") as folder,
@@ -133,7 +133,7 @@ def publish_dataset(
 
 
 def _load_card(api: HfApi, repo_id: str) -> DatasetCard:
-    # Forced: clients fall back to the cache when the Hub is down
+    # `force_download`, or the client returns a cached card while the Hub is down
     return DatasetCard.load(api.hf_hub_download(repo_id, "README.md", repo_type="dataset", force_download=True))
 
 

@@ -85,7 +85,7 @@ def rank_with_judge(
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
     existing_files = [file] if file.exists() else []
     scorer = digest(describe_scorer(judge))[:16]
-    for record in (record for path in existing_files for _, record in read_lines(path)):
+    for _, record in read_lines(file) if existing_files else []:
         judge_name = record.get("judge", "a person")
         if (judge_name, record.get("scorer")) != (judge.name, scorer):
             conflict = f"{judge_name!r} {'with other weights or code' if judge_name == judge.name else 'already'}"

@@ -14,7 +14,7 @@ from ..utils.chat import ChatEndpoint, Reply
 from ..utils.files import read_template
 from ..utils.stage_folder import StageFolder
 from .answers import TEMPLATES, ask_in_rounds, cause_of
-from .prompts import DIMENSIONS
+from .prompt_writing import DIMENSIONS
 
 
 # Words for visible attributes, by type. Reasons without any of them would fit any pair

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 # Characters that a file name has only in an encoded form
@@ -90,6 +90,21 @@ def read_record(path: str | Path) -> dict[str, Any]:
 def read_template(name: str) -> str:
     """Read a file of the package's `templates`."""
     return (files("paco_trl") / "templates" / name).read_text(encoding="utf-8")
+
+
+class AppTemplate(NamedTuple):
+    """Parts of an app: its board as `gradio.HTML` takes it, with style and script, and the style of the page."""
+
+    board: str
+    style: str
+    page_style: str
+    script: str
+
+
+def read_app_template(name: str) -> AppTemplate:
+    """Read an app from a file of the package's `templates`."""
+    parts = re.findall(r"<(template|style|script)>(.*?)</\1>", read_template(name), re.DOTALL)
+    return AppTemplate(*(part for _, part in parts))
 
 
 def file_name(name: str) -> str:
