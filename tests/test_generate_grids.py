@@ -187,7 +187,7 @@ class TestGrids:
         draw(pipeline, prompts, tmp_path / "each", **how)
         assert len([*groupby(order)]) == 6
         order.clear()
-        pipeline.turns = SimpleNamespace(device=torch.device("cpu"))
+        pipeline.paco_trl_offloader = SimpleNamespace(device=torch.device("cpu"))
         draw(pipeline, prompts, tmp_path / "ahead", **how)
         assert files(tmp_path / "ahead") == files(tmp_path / "each")
         # The negative prompt of a call of its own comes with the first image, and is kept
@@ -197,7 +197,7 @@ class TestGrids:
         """Of a pipeline that passes the prompt by its position, also with a negative prompt for each row."""
 
         class Pipeline:
-            turns = SimpleNamespace(device=torch.device("cpu"))
+            paco_trl_offloader = SimpleNamespace(device=torch.device("cpu"))
 
             def encode_prompt(self, prompt, device, negative_prompt=None):
                 texts.append((prompt, negative_prompt))

@@ -10,7 +10,14 @@ from ..data.source_images import SourceImages
 from ..utils.files import file_name
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
-from .image_files import check_call, generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
+from .image_files import (
+    check_call,
+    find_family,
+    generate_missing,
+    name_prompts,
+    negative_prompts_of,
+    plain_prompt_arguments,
+)
 
 
 if TYPE_CHECKING:
@@ -108,10 +115,8 @@ def check_sources(
     pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str], is_anchored: bool = False
 ) -> None:
     """Check the number and sizes of source images. Anchored sets add their first panel to them."""
-    from ..rollout.families import FAMILIES
-
     name = type(pipeline).__name__
-    family = FAMILIES[name]() if name in FAMILIES else None
+    family = find_family(pipeline)
     max_images = family.max_source_images if family is not None else None
     if max_images is not None and sources.max_count + is_anchored > max_images:
         raise ValueError(

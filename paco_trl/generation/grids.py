@@ -13,7 +13,14 @@ from ..utils.option_checks import check_panel_options
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
-from .image_files import check_call, generate_missing, name_prompts, negative_prompts_of, plain_prompt_arguments
+from .image_files import (
+    check_call,
+    find_family,
+    generate_missing,
+    name_prompts,
+    negative_prompts_of,
+    plain_prompt_arguments,
+)
 from .sample_sheet import grids_sheet
 
 
@@ -96,7 +103,7 @@ def generate_grids(
     """
     from accelerate import PartialState
 
-    from ..rollout import FAMILIES, Family
+    from ..rollout import Family
     from ..rollout.prompt_rows import check_panel_generation
 
     check_image_set_columns(prompts)
@@ -110,7 +117,7 @@ def generate_grids(
     check_panel_options(panel_template, panel_generation)
     name = type(pipeline).__name__
     is_anchored = panel_generation == "anchored"
-    family = FAMILIES.get(name, Family)
+    family = find_family(pipeline) or Family
     check_panel_generation(panel_generation, name, family)
     sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
 
@@ -167,10 +174,8 @@ def generate_grids(
 
 def _size_multiple(pipeline: "DiffusionPipeline") -> int:
     """Return the multiple that sizes must have, as far as the pipeline tells. Resized images are noticed later."""
-    from ..rollout.families import FAMILIES
-
-    if type(pipeline).__name__ in FAMILIES:
-        return FAMILIES[type(pipeline).__name__]().size_multiple(pipeline)
+    if (family := find_family(pipeline)) is not None:
+        return family.size_multiple(pipeline)
     # In most pipelines this factor includes the transformer's patch size, unlike the pipeline's `vae_scale_factor`
     processor = getattr(pipeline, "image_processor", None)
     return processor.config.vae_scale_factor if processor is not None else getattr(pipeline, "vae_scale_factor", 1)
@@ -200,12 +205,10 @@ def _family_arguments(
     pipeline: "DiffusionPipeline", batch: GridBatch, references: list["Image"], anchors: list["Image"]
 ) -> dict[str, Any]:
     """Return the arguments that a pipeline's family adds for the size and source images of a batch."""
-    from ..rollout import FAMILIES
-
-    if (family := FAMILIES.get(type(pipeline).__name__)) is None:
+    if (family := find_family(pipeline)) is None:
         return {}
-    images = references + [family().prepare_panel(pipeline, image) for image in anchors]
-    arguments = family().call_arguments(batch.height, batch.width, 0.0, images)
+    images = references + [family.prepare_panel(pipeline, image) for image in anchors]
+    arguments = family.call_arguments(batch.height, batch.width, 0.0, images)
     return {name: arguments[name] for name in ("max_area", "image", "_auto_resize") if name in arguments}
 
 

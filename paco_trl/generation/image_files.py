@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
+    from ..rollout import Family
+
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,14 @@ def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str
         raise ValueError(f"The call of {type(pipeline).__name__} has no {', '.join(missing)}, so it cannot {purpose}")
 
 
+def find_family(pipeline: "DiffusionPipeline") -> "Family | None":
+    """Return the family of a pipeline, or `None` for a class that is in none."""
+    from ..rollout import FAMILIES
+
+    family = FAMILIES.get(type(pipeline).__name__)
+    return family and family()
+
+
 def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
     """Return call arguments that keep a pipeline from rewriting prompts, as LongCat-Image does."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
@@ -78,16 +88,17 @@ def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
 def negative_prompts_of(
     pipeline: "DiffusionPipeline", prompts: "Dataset", call_arguments: Mapping[str, Any]
 ) -> list[str | None]:
-    """Return the negative prompt of each row, or the call's if it has none; reject one that would be ignored."""
-    from ..rollout import FAMILIES
-
+    """
+    Return the negative prompt of each row, or else that of the call. A negative prompt that the pipeline would ignore
+    is an error.
+    """
     if "negative_prompt" not in prompts.column_names:
         return [call_arguments.get("negative_prompt")] * len(prompts)
     parameters = inspect.signature(type(pipeline).__call__).parameters
     option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
     scale = call_arguments.get(option, parameters[option].default)
     name = type(pipeline).__name__
-    family = FAMILIES[name]() if name in FAMILIES and option == "guidance_scale" else None  # which may be distilled
+    family = find_family(pipeline) if option == "guidance_scale" else None  # which may be distilled
     row_prompts = prompts["negative_prompt"][:]
     for row, negative in enumerate(row_prompts):
         if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
@@ -111,8 +122,8 @@ def encoding_ahead(
     """
     from accelerate.utils import send_to_device
 
-    turns, encode = (getattr(pipeline, name, None) for name in ("turns", "encode_prompt"))
-    if turns is None or encode is None:
+    offloader, encode = (getattr(pipeline, name, None) for name in ("paco_trl_offloader", "encode_prompt"))
+    if offloader is None or encode is None:
         yield
         return
     cached_prompts = dict[str, Any]()
@@ -152,7 +163,7 @@ def encoding_ahead(
                     truncations.subtract(truncations - earlier_truncations)
         embeddings, prompt_truncations = (cached_prompts | cached_negatives)[key(prompt)]
         truncations.update(prompt_truncations)
-        return send_to_device(embeddings, turns.device)
+        return send_to_device(embeddings, offloader.device)
 
     pipeline.encode_prompt = encode_ahead
     try:
@@ -172,10 +183,9 @@ def _warn_of_truncated(
     pipeline: "DiffusionPipeline", calls: Sequence[Mapping[str, Path]], prompts: Sequence[Sequence[str | list[str]]]
 ) -> None:
     """Warn of prompts that the pipeline does not read to the end: those of many pipelines say nothing."""
-    from ..rollout import FAMILIES
     from ..rollout.encoder import describe_truncated
 
-    family = FAMILIES.get(type(pipeline).__name__)
+    family = find_family(pipeline)
     if family is None:
         return
     name_by_text: dict[str, str] = {}
@@ -184,7 +194,7 @@ def _warn_of_truncated(
             name_by_text.setdefault(text, repr(next(iter(call))))
     named = [(name, text) for text, name in name_by_text.items()]
     with truncations_counted(pipeline):  # tokenizers warn of each long text
-        truncated = describe_truncated(pipeline, family(), named, "the images")
+        truncated = describe_truncated(pipeline, family, named, "the images")
     if truncated is not None:
         logger.warning(truncated)
 

@@ -34,7 +34,7 @@ from ..utils.model_files import (
     split_adapter,
 )
 from ..utils.names import check_adapter_base, is_local, is_same_model
-from ..utils.option_checks import QUANTIZATIONS
+from ..utils.option_checks import DTYPES, QUANTIZATIONS
 from ..utils.placement import cpu_memory, to_cpu
 from ..utils.quantization import pipeline_quantization_config
 
@@ -42,7 +42,7 @@ from ..utils.quantization import pipeline_quantization_config
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "black-forest-labs/FLUX.1-dev"
-_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PipelineSpec:
         digest = digest_model_files(os.path.join(folder, "transformer"))
         return {"adapter": self.transformer, "adapter_weights": digest or ""}
 
-    def load_pipeline(self) -> DiffusionPipeline:
+    def _load_without_adapter(self) -> DiffusionPipeline:
         """Load the pipeline without the `adapter`, on the CPU unless quantization requires a device."""
         index = read_index(self.model, self.hub_arguments)
         options: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True}
@@ -132,7 +132,7 @@ class PipelineSpec:
     def load(self, device: torch.device | str | None = None) -> DiffusionPipeline:
         """Load the pipeline with its adapter, on a device."""
         execution_device = torch.device(PartialState().device if device is None else device)
-        pipeline = self.load_pipeline()
+        pipeline = self._load_without_adapter()
         transformer = getattr(pipeline, "transformer", None)
         if self.adapter is not None:
             # With fp8 storage, load the adapter in the compute dtype, to which diffusers would not cast it
@@ -142,7 +142,7 @@ class PipelineSpec:
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, get_family(pipeline), transformer, self.dtype)
         if self.offload and execution_device.type != "cpu":
-            pipeline.turns = ComponentOffloader(pipeline, execution_device)
+            pipeline.paco_trl_offloader = ComponentOffloader(pipeline, execution_device)
         else:
             pipeline.to(execution_device)
         return pipeline
@@ -213,7 +213,7 @@ def load_for_inference(
 def read_loading_spec(
     adapter_or_model: str | Path, model: str | None = None, revision: str | None = None, **options: Any
 ) -> PipelineSpec:
-    """Read the specification for [`load_for_inference`]; reject what cannot be loaded before reading gigabytes."""
+    """Read how to load a model, from small files only, so that a mistake shows before gigabytes are read."""
     name = os.fspath(adapter_or_model)
     if not _has(name, "model_index.json", revision):
         return read_adapter(name, model, revision, **options)
@@ -374,7 +374,7 @@ class ComponentOffloader:
                 module.to("cpu")  # bitsandbytes quantizes on the device
                 add_hook_to_module(module, OffloadHook(self, group))
 
-    def take(self, modules: list[nn.Module]) -> None:
+    def activate(self, modules: list[nn.Module]) -> None:
         """Move a group to the device, and the current one to the CPU."""
         if modules is not self._current:
             to_cpu(self._current, self._memory)
@@ -387,9 +387,10 @@ class ComponentOffloader:
 class OffloadHook(ModelHook):
     """Moves the group of a component to the device before its forward pass."""
 
-    def __init__(self, turns: ComponentOffloader, group: list[nn.Module]):
-        self.turns, self.group, self.execution_device = turns, group, turns.device  # read by diffusers
+    def __init__(self, offloader: ComponentOffloader, group: list[nn.Module]):
+        self.offloader, self.group = offloader, group
+        self.execution_device = offloader.device  # read by diffusers
 
     def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
-        self.turns.take(self.group)
+        self.offloader.activate(self.group)
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)

@@ -3,7 +3,6 @@
 
 import html
 import random
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
 from ..rollout.sde import keyed_generator
 from ..utils.errors import is_user_error
-from ..utils.files import read_template
+from ..utils.files import read_app_template
 from ..utils.images import data_url, to_rgb
 from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
@@ -51,9 +50,7 @@ MAX_PIXELS = 2304 * 2304
 MAX_STEPS = 100
 MAX_CHARACTERS = 10_000
 _ZERO_GPU_SECONDS = 120  # time of a comparison; ZeroGPU's default limit is 60
-(_, _BOARD), (_, _STYLE), (_, _PAGE_STYLE), (_, _SCRIPT) = re.findall(
-    r"<(template|style|script)>(.*?)</\1>", read_template("comparison_app.html"), re.DOTALL
-)
+_APP = read_app_template("comparison_app.html")
 
 
 class Comparison:
@@ -72,8 +69,8 @@ class Comparison:
         self.pipeline = pipeline
         self.judge = judge
         self.panel_size = panel_size
-        self.turns: ComponentOffloader | None = getattr(pipeline, "turns", None)
-        self._judge_models = [] if judge is None or self.turns is None else [judge.model.to("cpu")]
+        self.offloader: ComponentOffloader | None = getattr(pipeline, "paco_trl_offloader", None)
+        self._judge_models = [] if judge is None or self.offloader is None else [judge.model.to("cpu")]
         pipeline.set_progress_bar_config(disable=True)
         self.family = get_family(pipeline)
         self.guidance_scale = guidance_scale
@@ -134,7 +131,7 @@ class Comparison:
             texts = prompts_of_row({"layout": SEPARATE, **parsed._asdict()}, self.panel_template)
         height, width, *layout = self._image_layout(rows, cols)
         # Encode as in training, and once for both models
-        device = pipeline.transformer.device if self.turns is None else self.turns.device
+        device = pipeline.transformer.device if self.offloader is None else self.offloader.device
         embeddings = [family.encode_prompt(pipeline, text, device) for text in texts]
         if self.negative_prompt is not None:
             negative = family.encode_prompt(pipeline, self.negative_prompt, device)
@@ -163,8 +160,8 @@ class Comparison:
             return None
         pairs: list = [pair for panels in sets for pair in combinations(panels, 2)]
         theme = parsed.theme if (parsed := self.parse(prompt)) else prompt
-        if self.turns is not None:
-            self.turns.take(self._judge_models)
+        if self.offloader is not None:
+            self.offloader.activate(self._judge_models)
         scores = self.judge.score(pairs, self.judge.question or theme_question(theme))
         pairs_per_set = len(pairs) // len(sets)
         return [scores[start : start + pairs_per_set] for start in range(0, len(pairs), pairs_per_set)]
@@ -273,9 +270,9 @@ def make_app(
             noise_button = gr.Button("Compare from other noise", elem_id="noise")
         board = gr.HTML(
             _board(names, rows, cols, note(rows, cols)),
-            html_template=_BOARD,
-            css_template=_STYLE,
-            js_on_load=_SCRIPT,
+            html_template=_APP.board,
+            css_template=_APP.style,
+            js_on_load=_APP.script,
             apply_default_css=False,
         )
         if len(prompts) > 1:
@@ -370,6 +367,6 @@ def serve_comparison(
     app.launch(
         share=False, inline=False, ssr_mode=False, footer_links=[], run_history=False, enable_monitoring=False,
         max_file_size=1,  # nothing is uploaded
-        css=_PAGE_STYLE, theme=gr.themes.Default(primary_hue="teal"), prevent_thread_lock=prevent_thread_lock,
+        css=_APP.page_style, theme=gr.themes.Default(primary_hue="teal"), prevent_thread_lock=prevent_thread_lock,
     )  # fmt: skip
     return app
