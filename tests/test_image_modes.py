@@ -10,7 +10,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import ExifTags, Image
 
-from paco_trl.image_benchmarks.image_sets import image_file_size, load_image_file
+from paco_trl.image_benchmarks.system_images import image_file_size, load_image_file
 from paco_trl.utils.images import to_rgb
 from paco_trl.utils.vision_language import load_image, patch_size_of
 from testing_utils import noise

@@ -13,7 +13,7 @@ from PIL import Image
 from judge_server import JudgeServer
 from paco_trl.data import join_grid
 from paco_trl.evaluation import bootstrap_interval
-from paco_trl.evaluation.report import published_tables
+from paco_trl.evaluation.judge_report import published_tables
 from paco_trl.image_benchmarks import (
     System,
     find_image_sets,
@@ -24,9 +24,9 @@ from paco_trl.image_benchmarks import (
     score_duplicates,
     t2is_results,
 )
-from paco_trl.image_benchmarks.image_sets import ImageSet, SystemImages, find_generated_sets, write_panel_files
+from paco_trl.image_benchmarks.paired_results import difference, mean_with_interval
 from paco_trl.image_benchmarks.score_store import open_scores
-from paco_trl.image_benchmarks.statistics import cell, difference
+from paco_trl.image_benchmarks.system_images import ImageSet, SystemImages, find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, dimension_score, weighted_average
 from paco_trl.rewards import ServedJudge
 
@@ -191,7 +191,7 @@ class TestArithmetic:
 class TestStatistics:
     def test_a_cell_is_the_bootstrap_over_prompts(self):
         values = {(f"p{n}", seed): (n % 3) * 0.3 + seed * 0.1 for n in range(20) for seed in range(2)}
-        one = cell([values])
+        one = mean_with_interval([values])
         assert one["mean"] == pytest.approx(fmean(values.values())) and one["count"] == 40
         expected = bootstrap_interval(list(values.values()), [unit[0] for unit in values])
         assert one["interval"] == pytest.approx(expected)
@@ -203,8 +203,8 @@ class TestStatistics:
         rng = np.random.default_rng(0)
         first = {(n,): float(value) for n, value in enumerate(rng.random(30))}
         opposite = {unit: 1 - value for unit, value in first.items()}
-        assert cell([first])["interval"][1] - cell([first])["interval"][0] > 0.1
-        assert cell([first, opposite])["interval"] == pytest.approx([0.5, 0.5])
+        assert mean_with_interval([first])["interval"][1] - mean_with_interval([first])["interval"][0] > 0.1
+        assert mean_with_interval([first, opposite])["interval"] == pytest.approx([0.5, 0.5])
 
     def test_only_what_both_have_is_compared(self):
         before = {("a",): 0.0, ("b",): 0.5, ("c",): math.nan}
@@ -218,14 +218,17 @@ class TestStatistics:
         many = {(n,): n / 30 for n in range(30)}
         for alone in ({(0,): 0.5}, {(0, "a"): 0.5, (0, "b"): 0.7}, {(0,): 0.5, (1,): math.nan}):
             for parts in ([many, alone], [alone, many]):
-                assert cell(parts)["mean"] is not None and cell(parts)["interval"] == [None, None]
-        assert None not in cell([many, {(0,): 0.5, (1,): 0.7}])["interval"]  # the twin
+                assert mean_with_interval(parts)["mean"] is not None and mean_with_interval(parts)["interval"] == [
+                    None,
+                    None,
+                ]
+        assert None not in mean_with_interval([many, {(0,): 0.5, (1,): 0.7}])["interval"]  # the twin
 
     def test_strata(self):
         values = {("a",): 0.0, ("b",): 0.0, ("c",): 0.0, ("d",): 1.0}
         strata = {("a",): "many", ("b",): "many", ("c",): "many", ("d",): "one"}
-        assert cell([values])["mean"] == 0.25
-        assert cell([values], strata=strata)["mean"] == 0.5
+        assert mean_with_interval([values])["mean"] == 0.25
+        assert mean_with_interval([values], strata=strata)["mean"] == 0.5
 
 
 class TestLoading:

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from paco_trl.data import split_grid
-from paco_trl.image_benchmarks.statistics import SampleKey
+from paco_trl.image_benchmarks.paired_results import SampleKey
 
 from .edit_world import EditTruth
 from .truth import SetTruth, judge_set, read_panels

@@ -15,7 +15,7 @@ from PIL import Image
 from paco_trl import PaCoReward
 from paco_trl.data import edit_consistency_question, edit_following_question
 from paco_trl.evaluation import auroc
-from paco_trl.image_benchmarks.statistics import SampleKey
+from paco_trl.image_benchmarks.paired_results import SampleKey
 from paco_trl.rewards import EditReward, RubricReward
 from paco_trl.rollout.adapters import SavedAdapter, load_transformer_adapter
 

@@ -26,8 +26,8 @@ from ..generation.image_files import digest_of_prompts
 from ..generation.inference import PipelineSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import edit_protocol
-from ..image_benchmarks.image_sets import SystemImages, find_generated_sets, write_panel_files
 from ..image_benchmarks.report import check_card
+from ..image_benchmarks.system_images import SystemImages, find_generated_sets, write_panel_files
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
 from ..trainer.paco_grpo_config import PaCoGRPOConfig

@@ -27,8 +27,8 @@ from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
 from ..generation.inference import DEFAULT_MODEL, PipelineSpec, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
+from ..image_benchmarks.paired_results import GenerationResults, MetricRow, SampleKey, table
 from ..image_benchmarks.score_store import open_scores
-from ..image_benchmarks.statistics import Line, SampleKey, table
 from ..rewards.checks import check_columns
 from ..rewards.scoring import COMPLETIONS_PER_CALL, offloadable_models, reward_arguments
 from ..rewards.weighting import Rewards
@@ -307,7 +307,7 @@ def _score(
 
 def _results(
     dataset: str, rows: PromptRows, names: list[str], systems: Sequence[dict[str, Any]], sources: Path
-) -> dict[str, Any]:
+) -> GenerationResults:
     """Compute the means of the rewards and of their sum, with intervals over prompts, and the paired gains."""
     columns = [dict(system["scores"]) for system in systems]
     labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
@@ -326,7 +326,8 @@ def _results(
         if "sum" in labels:
             values["sum"] = {index: sum(values[reward][index] for reward in names) for index in system["files"]}
     lines = [
-        Line(name, label, "dimension" if name in names else "average", "", [name]) for name, label in labels.items()
+        MetricRow(name, label, "dimension" if name in names else "average", "", [name])
+        for name, label in labels.items()
     ]
     prompt_ids = rows.dataset["id"] if "id" in rows.dataset.column_names else None
     has_several = len(systems[0]["files"]) > len(rows)

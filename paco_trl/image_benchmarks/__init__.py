@@ -11,10 +11,10 @@ from ..utils.lazy import lazy_imports
 if TYPE_CHECKING:
     from .comparison_app import serve_comparison
     from .gedit import EditScore, gedit_results, score_edits
-    from .image_sets import find_edits, find_image_sets
     from .leakage import find_leaks
+    from .paired_results import System
     from .report import add_results_to_card, print_report, save_generation_report
-    from .statistics import System
+    from .system_images import find_edits, find_image_sets
     from .t2is_bench import (
         load_t2is_bench,
         score_aesthetics,

@@ -19,10 +19,20 @@ from ..utils.files import digest, write_atomically
 from ..utils.images import to_png
 from ..utils.text import join_first, shorten
 from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
-from .image_sets import SystemImages, load_image_file
 from .leakage import leakage_text
+from .paired_results import (
+    NOTES,
+    GenerationResults,
+    MetricRow,
+    SampleKey,
+    System,
+    breakdowns,
+    check_systems,
+    system_alerts,
+    table,
+)
 from .score_store import ScoreStore, open_scores, read_scores
-from .statistics import NOTES, Line, SampleKey, System, breakdowns, check_systems, system_alerts, table
+from .system_images import SystemImages, load_image_file
 
 
 logger = logging.getLogger(__name__)
@@ -218,7 +228,7 @@ def gedit_results(
     seed: int = 0,
     source_folder: str | Path | None = None,
     protocol: str = "default",
-) -> dict[str, Any]:
+) -> GenerationResults:
     """
     Compute the results of GEdit-Bench: for each language, over all instructions and over those with `intersection`,
     the mean over task types of the mean over their edits, with intervals, by task type, and as a paired difference of
@@ -291,7 +301,7 @@ def gedit_results(
         "dataset_fingerprint": dataset_fingerprint(prompts, [*names, sources.column]),
         "num_prompts": len(rows),
         "seeds": [seed],
-        "systems": [system.entry(system_gaps) for system, system_gaps in zip(systems, unanswered_keys, strict=True)],
+        "systems": [system.entry(keys) for system, keys in zip(systems, unanswered_keys, strict=True)],
         "scorers": {"consistency": list(rubrics)},
         "tables": tables,
         "breakdowns": breakdown_tables,
@@ -336,7 +346,7 @@ def _tables(
 ) -> tuple[list, list]:
     """Compute the tables of a judge by language, and the breakdowns by task type."""
     tables, breakdown_tables = [], []
-    line_kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
+    kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
     strata: dict[SampleKey, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):
         language_rows = {key: row for key, row in rows.items() if row.get("language") == language}
@@ -347,11 +357,13 @@ def _tables(
         }
         for subset, subset_keys in subsets.items():
             scorer = f"{label}: {subset}, judge {judge}"
-            lines = [Line(name, title, line_kinds[name], scorer, [name]) for name, title in METRICS.items()]
-            tables += [table(f"{label}: {subset}{suffix}", lines, values, subset_keys, strata)] if subset_keys else []
-        lines = [line._replace(scorer=f"judge {judge}") for line in lines]
+            metric_rows = [MetricRow(name, title, kinds[name], scorer, [name]) for name, title in METRICS.items()]
+            tables += (
+                [table(f"{label}: {subset}{suffix}", metric_rows, values, subset_keys, strata)] if subset_keys else []
+            )
+        metric_rows = [metric_row._replace(scorer=f"judge {judge}") for metric_row in metric_rows]
         task_types = {key: row["task_type"] for key, row in language_rows.items()}
-        breakdown_tables += breakdowns(f"By task type, {label}", lines, values, task_types)
+        breakdown_tables += breakdowns(f"By task type, {label}", metric_rows, values, task_types)
     return tables, breakdown_tables
 
 

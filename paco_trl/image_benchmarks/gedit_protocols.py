@@ -31,7 +31,7 @@ PUBLISHED_ATTEMPTS = 2
 _BEST = 10  # score
 # Pixels of images for the judge, as in the benchmark's script
 _AREA = 512 * 512
-# Of attempts after the first, since at temperature 0 an unreadable answer would repeat
+# Temperature of later attempts. At 0 the same unreadable answer would come back
 _RETRY_TEMPERATURE = 0.7
 _PUBLISHED_MAX_TOKENS = 1400
 _DELIMITER = "||V^=^V||"

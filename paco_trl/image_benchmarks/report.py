@@ -26,7 +26,8 @@ from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
 from ..utils.text import markdown_table, markdown_text, number_text, without_nan
-from .image_sets import load_image_file
+from .paired_results import GenerationResults
+from .system_images import load_image_file
 
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ MEANS = ("group", "average")
 PACKAGES = ("paco_trl", "torch", "transformers", "diffusers", "peft")
 
 
-def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_shown: int = 12) -> dict[str, Path]:
+def save_generation_report(results: GenerationResults, output_dir: str | Path, num_shown: int = 12) -> dict[str, Path]:
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
@@ -87,7 +88,7 @@ def save_generation_report(results: dict[str, Any], output_dir: str | Path, num_
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
 
 
-def print_report(results: dict[str, Any], console: Console) -> None:
+def print_report(results: GenerationResults, console: Console) -> None:
     """
     Print the alerts of an evaluation, the tables of metrics and counts, and the notes.
 
@@ -102,7 +103,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     console.print(Markdown("\n".join([report.alerts, *sections])))
 
 
-def _render_report(results: dict[str, Any]) -> Any:
+def _render_report(results: GenerationResults) -> Any:
     """Render a report as a Markdown module: its text, with the attributes `alerts`, `facts`, `sections` and `card`."""
     systems = results["systems"]
     names = list(map(system_name, systems))
@@ -156,12 +157,12 @@ def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
     return f"### {markdown_text(table['title'])}\n\n{markdown_table(columns, rows)}"
 
 
-def report_title(results: dict[str, Any]) -> str:
+def report_title(results: GenerationResults) -> str:
     """Return the title of a report: the benchmark and the systems."""
     return f"{benchmark_name(results)}: {' and '.join(map(system_name, results['systems']))}"
 
 
-def benchmark_name(results: dict[str, Any]) -> str:
+def benchmark_name(results: GenerationResults) -> str:
     """Return the name of the benchmark, or the dataset of own prompts, with the protocol unless it is the default."""
     is_published = results.get("protocol") == "published"
     return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
@@ -188,7 +189,7 @@ def system_name(system: dict[str, Any]) -> str:
     return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
 
 
-def public_results(results: dict[str, Any]) -> dict[str, Any]:
+def public_results(results: GenerationResults) -> GenerationResults:
     """Copy results without NaN, which JSON lacks, and without local paths, except in the sets."""
 
     def public(value: Any) -> Any:
@@ -201,7 +202,7 @@ def public_results(results: dict[str, Any]) -> dict[str, Any]:
     return public(without_nan(results))
 
 
-def _report_page(results: dict[str, Any], num_shown: int) -> str:
+def _report_page(results: GenerationResults, num_shown: int) -> str:
     labels = {row["metric"]: row["label"] for table in results["tables"][:1] for row in table["rows"]}
     load = cache(_load_image)  # a set can be in several galleries
     galleries = {
@@ -231,7 +232,7 @@ def _html(markdown: str) -> Markup:
     return Markup(html.replace("</table>", "</table>\n</div>"))
 
 
-def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]:
+def choose_sets(results: GenerationResults, num_shown: int) -> dict[str, list[int]]:
     """Select the sets of each gallery: the extremes by gain, or by score for one system, and sets with copies."""
 
     def values(system: int, metric: str) -> dict[int, float]:
@@ -253,7 +254,7 @@ def choose_sets(results: dict[str, Any], num_shown: int) -> dict[str, list[int]]
     return {"sets": set_numbers} | ({"copies": most_copied} if most_copied else {})
 
 
-def _gallery_set(results: dict[str, Any], set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
+def _gallery_set(results: GenerationResults, set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
     """Add images and metric names to a set, first in the order of the table, then other metrics."""
     metric_names = {name for scores in set_["scores"] for name in scores}
     images = {"source": _gallery_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
@@ -284,7 +285,7 @@ def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple
     return data_url(image, "jpeg", quality=85), image.size
 
 
-def add_results_to_card(card_path: str | Path, results: dict[str, Any]) -> Path:
+def add_results_to_card(card_path: str | Path, results: GenerationResults) -> Path:
     """
     Add the results of the tuned system to its model card: to the metadata, and as a section with the compared system
     and the settings of the evaluation.
@@ -347,7 +348,7 @@ def check_card(card_path: str | Path) -> Path:
     return card_path
 
 
-def _eval_results(results: dict[str, Any], column: int, task_type: str) -> list[EvalResult]:
+def _eval_results(results: GenerationResults, column: int, task_type: str) -> list[EvalResult]:
     dataset = public_name(results["dataset"] or results["benchmark"])
     entries: dict[tuple[str, str], EvalResult] = {}
     for row in (row for table in results["tables"] for row in table["rows"]):

@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     records: dict[str, dict[str, Any]]
 
     @property
-    def gaps(self) -> list[str]:
+    def unanswered(self) -> list[str]:
         """Return the keys with an unanswered question."""
         return [key for key, record in self.records.items() if record["incomplete"]]
 

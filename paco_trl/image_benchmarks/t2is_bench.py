@@ -27,8 +27,8 @@ from ..rewards.image_rewards import panel_similarity
 from ..utils.fingerprint import describe_scorer
 from ..utils.names import public_name
 from ..utils.text import join_first, read_json
-from .image_sets import SystemImages
 from .score_store import open_scores
+from .system_images import SystemImages
 
 
 logger = logging.getLogger(__name__)

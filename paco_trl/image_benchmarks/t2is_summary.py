@@ -10,10 +10,20 @@ from datasets import Dataset
 
 from ..evaluation.runs import dataset_fingerprint
 from . import t2is_bench as bench
-from .image_sets import ImageSet
 from .leakage import leakage_text
+from .paired_results import (
+    NOTES,
+    GenerationResults,
+    MetricRow,
+    SampleKey,
+    System,
+    breakdowns,
+    check_systems,
+    system_alerts,
+    table,
+)
 from .score_store import Scores, read_scores
-from .statistics import NOTES, Line, SampleKey, System, breakdowns, check_systems, system_alerts, table
+from .system_images import ImageSet
 
 
 # Metric -> unit -> value, NaN where undefined
@@ -27,7 +37,7 @@ def t2is_results(
     dataset_name: str | None = None,
     leakage: dict[str, Any] | None = None,
     protocol: str = "default",
-) -> dict[str, Any]:
+) -> GenerationResults:
     """
     Compute the results of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate,
     with intervals, by category, and as a paired difference of two systems.
@@ -73,22 +83,22 @@ def t2is_results(
         values = [
             _values(runs, system.images.sets, rows, protocol) for runs, system in zip(judge_runs, systems, strict=True)
         ]
-        lines = _lines(judge, names)
-        tables.append(table(f"Judge: {judge}", lines, values))
-        main_lines = [line for line in lines if len(line.parts) > 1 or line.metric in ("aesthetics", "duplicates")]
+        metric_rows = _metric_rows(judge, names)
+        tables.append(table(f"Judge: {judge}", metric_rows, values))
+        main_rows = [row for row in metric_rows if len(row.parts) > 1 or row.metric in ("aesthetics", "duplicates")]
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
-                for breakdown in breakdowns(f"By {column}", main_lines, values, group_of):
+                for breakdown in breakdowns(f"By {column}", main_rows, values, group_of):
                     breakdown_by_title[breakdown["title"]] = breakdown
         set_scores = set_scores or [
             _set_scores(*arguments, rows) for arguments in zip(systems, values, judge_runs, strict=True)
         ]
 
-    gaps = [{run.settings["scores"]: run.gaps for run in runs} for runs in scores]
+    unanswered = [{run.settings["scores"]: run.unanswered for run in runs} for runs in scores]
     columns = ("id", "prompt", "rows", "cols", "criteria", "alignment")
     columns = [name for name in columns if name in benchmark.column_names]
-    alerts = system_alerts(systems, gaps, protocol, "count by their other answers")
+    alerts = system_alerts(systems, unanswered, protocol, "count by their other answers")
     image_sets = systems[0].images.sets
     return {
         "benchmark": "T2IS-Bench",
@@ -97,7 +107,7 @@ def t2is_results(
         "dataset_fingerprint": dataset_fingerprint(benchmark, columns),
         "num_prompts": len(rows),
         "seeds": sorted({set_.seed for set_ in image_sets.values()}),
-        "systems": [system.entry(system_gaps) for system, system_gaps in zip(systems, gaps, strict=True)],
+        "systems": [system.entry(keys) for system, keys in zip(systems, unanswered, strict=True)],
         "scorers": {kind: names.get(kind, []) for kind in ("consistency", "alignment", "aesthetics")},
         "tables": tables,
         "breakdowns": list(breakdown_by_title.values()),
@@ -175,21 +185,26 @@ def _values(
     return values
 
 
-def _lines(judge: str, names: Mapping[str, Sequence[str]]) -> list[Line]:
+def _metric_rows(judge: str, names: Mapping[str, Sequence[str]]) -> list[MetricRow]:
     scorers = {kind: f"scorer {first}" for kind, (first, *_) in names.items()} | {"consistency": f"judge {judge}"}
-    lines = [Line("aesthetics", "Aesthetics", "dimension", scorers.get("aesthetics", ""), ["aesthetics"])]
+    metric_rows = [MetricRow("aesthetics", "Aesthetics", "dimension", scorers.get("aesthetics", ""), ["aesthetics"])]
     for group, title, dimensions in (
         ("alignment", "Prompt alignment", bench.ALIGNMENT),
         ("consistency", "Visual consistency", bench.CONSISTENCY),
     ):
         scorer = scorers.get(group, "")
-        lines += [Line(name, label, "dimension", scorer, [name]) for name, label in dimensions.items()]
-        lines.append(Line(group, title, "group", scorer, list(dimensions)))
+        metric_rows += [MetricRow(name, label, "dimension", scorer, [name]) for name, label in dimensions.items()]
+        metric_rows.append(MetricRow(group, title, "group", scorer, list(dimensions)))
     weights = " + ".join(f"{weight:g} {name}" for name, weight in bench.WEIGHTS.items())
     parts = list(bench.DIMENSION_WEIGHTS)
     part_weights = list(bench.DIMENSION_WEIGHTS.values())
-    lines.append(Line("average", f"Weighted average ({weights})", "average", f"judge {judge}", parts, part_weights))
-    return [*lines, Line("duplicates", "Duplicate rate", "other", scorers.get("duplicates", ""), ["duplicates"])]
+    metric_rows.append(
+        MetricRow("average", f"Weighted average ({weights})", "average", f"judge {judge}", parts, part_weights)
+    )
+    return [
+        *metric_rows,
+        MetricRow("duplicates", "Duplicate rate", "other", scorers.get("duplicates", ""), ["duplicates"]),
+    ]
 
 
 def _set_scores(
@@ -202,18 +217,18 @@ def _set_scores(
             metric_values = values.setdefault(unit[:2], {}).setdefault(name, [])
             metric_values += [] if math.isnan(value) else [value]
     scores_by_set = {}
-    gaps = {run.settings["kind"]: run.gaps for run in judge_runs}
+    unanswered = {run.settings["kind"]: run.unanswered for run in judge_runs}
     for key, image_set in system.images.sets.items():
         values_by_metric = values.get((image_set.prompt_id, image_set.seed), {})
         scores: dict[str, float | None] = {
             name: fmean(set_values) if set_values else None for name, set_values in values_by_metric.items()
         }
-        if key in gaps.get("aesthetics", ()):
+        if key in unanswered.get("aesthetics", ()):
             scores["aesthetics"] = None
-        if key in gaps.get("alignment", ()):
+        if key in unanswered.get("alignment", ()):
             scores |= dict.fromkeys(bench.ALIGNMENT)
         # Over all dimensions of the prompt, or it would not compare with the other system's
-        dimensions = () if key in gaps["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
+        dimensions = () if key in unanswered["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
         scores["consistency"] = _mean_or_none([scores.get(name) for name in dimensions])
         scores["alignment"] = _mean_or_none([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
         has_all = all(scores.get(name) is not None for name in bench.DIMENSION_WEIGHTS)

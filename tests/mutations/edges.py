@@ -600,7 +600,7 @@ DATA = [
         ("_count_image_parts(content) != 2:", "_count_image_parts(content) > 2:"),
         (' or _count_image_parts(completion[0].get("content"))', ""),
         ("stat.st_size, stat.st_mtime_ns", "stat.st_size, 0"),
-        ("if row not in errors]) if errors", "if row in errors]) if errors"),
+        ("if row not in errors]", "if row in errors]"),
     ),
     *_mutants(
         "data/image_sets.py",
@@ -680,7 +680,7 @@ DATA = [
         ('scratch_folder(Path(f"{folder}.partial"))', "scratch_folder(folder)"),
     ),
     *_mutants(
-        "data/dataset_files.py",
+        "data/image_paths.py",
         "test_named_images.py test_pairs.py::TestZipFiles test_rankings.py::TestLoadConsistencyRank",
         ("target = path.resolve()", "target = path.absolute()"),
         ("    refuse_address(name)\n", ""),
@@ -715,14 +715,18 @@ DATA = [
         "test_dataset_files.py",
         ("Dataset.from_parquet(glob.escape(path))", "Dataset.from_parquet(path)"),
         ("pattern, glob.escape(base_path)", "pattern, base_path"),
-        ("if len(row) != len(names):", "if len(row) > len(names):"),
-        ("(is_integer or text.isdigit()) and", "False and"),
-        ("if column.to_pylist() == values:", "if True:"),
         (
             "return None if example_data is None else json.loads(example_data)",
             "return super().decode_example(example_data)",
         ),
         ("or not is_text or builder", "or True or builder"),
+    ),
+    *_mutants(
+        "data/text_tables.py",
+        "test_dataset_files.py",
+        ("if len(row) != len(names):", "if len(row) > len(names):"),
+        ("(is_integer or text.isdigit()) and", "False and"),
+        ("if column.to_pylist() == values:", "if True:"),
     ),
 ]
 
@@ -751,7 +755,7 @@ EVALUATION = [
         ("else public_text(scorer.name)", "else scorer.name"),
     ),
     *_mutants(
-        "evaluation/report.py",
+        "evaluation/judge_report.py",
         "test_evaluation.py::TestReport",
         ('ignored = ("dataset", *HARMLESS_IN_SCORERS)', "ignored = ()"),
         ("if _identity(existing) == _identity(entry)]", "if True]"),
@@ -770,7 +774,7 @@ EVALUATION = [
         "evaluation/ranking_benchmark.py",
         "test_evaluation.py::TestEvaluateEdits test_published_protocols.py::test_edit_reward_bench_item_by_item",
         ("float(preferred >= rejected)", "float(preferred > rejected)"),
-        ("PUBLISHED_ANSWERS, resizes=True", "PUBLISHED_ANSWERS"),
+        ("_PUBLISHED_ANSWERS, resizes=True", "_PUBLISHED_ANSWERS"),
         (
             'math.sqrt(scores["consistency"] * scores["prompt_following"])',
             'scores["consistency"] * scores["prompt_following"]',
@@ -794,7 +798,7 @@ EVALUATION = [
         "evaluation/ranking_benchmark.py",
         "test_edit_pairs.py",
         ('is_macro=benchmark == "edit_reward"', "is_macro=True"),
-        ("TIE = 1e-5", "TIE = 1e-1"),
+        ("_TIE = 1e-5", "_TIE = 1e-1"),
         ('(scores[index] for index in row["ranking"])', "scores"),
         ("(math.nan, math.nan) if first is None", "(0.5, 0.5) if first is None"),
     ),
@@ -817,7 +821,7 @@ EVALUATION = [
         "test_grid_artifacts.py",
         ("return (across + down) / 2", "return max(across, down)"),
         ("medians[middle] / elsewhere - 1", "medians[middle] / elsewhere"),
-        ("        usable[max(border - 1 - BORDER, 0) : border + BORDER] = False", "        pass"),
+        ("        usable[max(border - 1 - _BORDER, 0) : border + _BORDER] = False", "        pass"),
         ("stretches[has_detail] / means[has_detail]", "stretches[has_detail]"),
         ("np.median(stretches[has_detail] /", "np.mean(stretches[has_detail] /"),
         ("starts = [line - 1 - middle for", "starts = [line - middle for"),
@@ -857,7 +861,7 @@ EVALUATION = [
 
 BENCHMARKS = [
     *_mutants(
-        "image_benchmarks/statistics.py",
+        "image_benchmarks/paired_results.py",
         "test_t2is_bench.py::TestStatistics test_t2is_bench.py::TestPlantedSets",
         ("[1 / len(parts)] * len(parts) if", "[1.0] * len(parts) if"),
         ("{unit: second_part[unit] - value for", "{unit: value - second_part[unit] for"),
@@ -865,7 +869,7 @@ BENCHMARKS = [
         ("(counts.sum(axis=1) > 0).sum(axis=1).min()", "(counts.sum(axis=1) > 0).sum(axis=1).max()"),
         ("(counts.sum(axis=1) > 0).sum(axis=1).min()", "counts.sum(axis=1).sum(axis=1).min()"),
         ("index_of[unit[0]]\n", "index_of[unit[0]] * 0\n"),
-        ("difference(values[0], values[1], line", "difference(values[1], values[0], line"),
+        ("difference(values[0], values[1], row", "difference(values[1], values[0], row"),
         ("        system.images.check_complete()", "        pass"),
         ("{name: tuned.get(name, {})})", "{name: base.get(name, {})})"),
     ),
@@ -988,7 +992,7 @@ DATASET_BUILDING = [
         ("if wins[index] == len(wins) - 1)", "if wins[index] == max(wins))"),
     ),
     *_mutants(
-        "dataset_building/pairs.py",
+        "dataset_building/pair_building.py",
         f"{_BUILD}TestSplit {_BUILD}TestAutomatic",
         ("<= min(num_held_out, total - 1):", "<= total - 1:"),
         ('("text", normalized(text))', '("text", text)'),

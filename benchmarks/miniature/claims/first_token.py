@@ -17,7 +17,7 @@ from miniature.world import ACCESSORIES, COLORS, SHAPES, Panel, draw_panel, samp
 from paco_trl import PaCoReward
 from paco_trl.data import make_pair, parse_image_set_prompt, theme_question
 from paco_trl.evaluation import evaluate_rankings
-from paco_trl.image_benchmarks.statistics import cell, difference
+from paco_trl.image_benchmarks.paired_results import difference, mean_with_interval
 
 from .common import rounded
 
@@ -169,7 +169,10 @@ def accuracies_of(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
 
 def judge_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     each = [float(np.mean(run["accuracy"])) for run in runs]
-    return {"accuracy": rounded(cell([accuracies_of(runs)])), "of each seed": [round(value, 3) for value in each]}
+    return {
+        "accuracy": rounded(mean_with_interval([accuracies_of(runs)])),
+        "of each seed": [round(value, 3) for value in each],
+    }
 
 
 def long_figures(by_label: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:

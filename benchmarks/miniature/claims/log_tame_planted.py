@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paco_trl.image_benchmarks.statistics import difference
+from paco_trl.image_benchmarks.paired_results import difference
 
 from .common import generator_figures, rounded, run_generator, runs_with, truths_of
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import yaml
@@ -14,8 +14,8 @@ from ..evaluation.runs import check_protocol
 from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
 from ..utils.text import differences, join_first
-from .image_sets import SystemImages
 from .score_store import Scores
+from .system_images import SystemImages
 
 
 # Key of a value: a tuple that begins with the prompt id, such as (prompt id, seed) or (prompt id, seed, panel)
@@ -38,14 +38,34 @@ class System:
     folder: Path  # directory of its scores
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the generation, as far as known
 
-    def entry(self, gaps: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    def entry(self, unanswered: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         """Return the system as results have it, with counts of its images, missing panels and unanswered sets."""
         counts = {"sets": len(self.images.sets), "missing panels": sum(map(len, self.images.missing.values()))}
-        counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in gaps.items()}
+        counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in unanswered.items()}
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
 
-class Line(NamedTuple):
+class GenerationResults(TypedDict):
+    """Results of one system, or of two, as JSON values. Those of your own prompts lack what only a benchmark has."""
+
+    benchmark: str | None  # `None` for your own prompts
+    protocol: NotRequired[str]
+    dataset: str | None
+    dataset_fingerprint: NotRequired[str]
+    num_prompts: int
+    seeds: NotRequired[list[int]]
+    systems: list[dict[str, Any]]  # `System.entry`
+    scorers: dict[str, list[str]]
+    tables: list[dict[str, Any]]  # `table`
+    breakdowns: list[dict[str, Any]]
+    leakage: NotRequired[dict[str, Any] | None]
+    alerts: list[str]
+    notes: list[str]
+    sets: list[dict[str, Any]]
+    headline: str  # metric by which the page chooses its sets
+
+
+class MetricRow(NamedTuple):
     """Row of a table: a metric that is the weighted mean of the means of its parts."""
 
     metric: str
@@ -56,7 +76,7 @@ class Line(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-def cell(
+def mean_with_interval(
     parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[SampleKey, Hashable] | None = None
 ) -> dict[str, Any]:
     """Compute the weighted sum of the parts' means over units, and its 95 % bootstrap interval over prompts."""
@@ -72,9 +92,9 @@ def cell(
     for part, values in enumerate(parts):
         for unit, value in values.items():
             if not math.isnan(value):
-                cell = part, 0 if strata is None else stratum_of[strata[unit]], index_of[unit[0]]
-                sums[cell] += value
-                counts[cell] += 1
+                index = part, 0 if strata is None else stratum_of[strata[unit]], index_of[unit[0]]
+                sums[index] += value
+                counts[index] += 1
     count = int(counts[0].sum()) if parts else 0
     if not parts or not counts.any(axis=(1, 2)).all():
         return {"mean": None, "interval": [None, None], "count": count}
@@ -103,49 +123,50 @@ def difference(
         {unit: second_part[unit] - value for unit, value in first_part.items() if unit in second_part}
         for first_part, second_part in zip(first, second, strict=True)
     ]
-    return cell(differences, weights, strata)
+    return mean_with_interval(differences, weights, strata)
 
 
 def table(
     title: str,
-    lines: Sequence[Line],
+    metric_rows: Sequence[MetricRow],
     systems: Sequence[Mapping[str, Values]],
     prompts: Container[Hashable] | None = None,
     strata: Mapping[SampleKey, Hashable] | None = None,
 ) -> dict[str, Any]:
-    """Compute a table from the values of each system by metric, without lines that have unscored parts."""
-    rows = []
-    for line in lines:
-        if any(part not in values for values in systems for part in line.parts):
+    """Compute a table from the values of each system by metric, without rows that have unscored parts."""
+    table_rows = []
+    for row in metric_rows:
+        if any(part not in values for values in systems for part in row.parts):
             continue
         values = [
             [
                 {unit: v for unit, v in system_values[part].items() if prompts is None or unit[0] in prompts}
-                for part in line.parts
+                for part in row.parts
             ]
             for system_values in systems
         ]  # fmt: skip
-        rows.append({
-            "metric": line.metric, "label": line.label, "kind": line.kind, "scorer": line.scorer,
-            "higher_is_better": line.metric != "duplicates",
-            "cells": [cell(parts, line.weights, strata) for parts in values],
-            "difference": difference(values[0], values[1], line.weights, strata) if len(values) == 2 else None,
+        table_rows.append({
+            "metric": row.metric, "label": row.label, "kind": row.kind, "scorer": row.scorer,
+            "higher_is_better": row.metric != "duplicates",
+            "cells": [mean_with_interval(parts, row.weights, strata) for parts in values],
+            "difference": difference(values[0], values[1], row.weights, strata) if len(values) == 2 else None,
         })  # fmt: skip
-    return {"title": title, "rows": rows}
+    return {"title": title, "rows": table_rows}
 
 
 def breakdowns(
-    title: str, lines: Sequence[Line], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
+    title: str, metric_rows: Sequence[MetricRow], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
 ) -> list[dict[str, Any]]:
     """Compute a table per metric, with a row per group of prompts."""
     tables = []
     members = {
         name: [key for key, group in group_of.items() if group == name] for name in sorted({*group_of.values()})
     }
-    for line in lines:
-        table_title = f"{title}: {line.label.lower()} ({line.scorer})"
+    for metric_row in metric_rows:
+        table_title = f"{title}: {metric_row.label.lower()} ({metric_row.scorer})"
         group_tables = [
-            table(table_title, [line._replace(label=name)], systems, prompts) for name, prompts in members.items()
+            table(table_title, [metric_row._replace(label=name)], systems, prompts)
+            for name, prompts in members.items()
         ]
         if rows := [row for group_table in group_tables for row in group_table["rows"]]:
             tables.append({"title": table_title, "rows": rows})
@@ -176,7 +197,10 @@ def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]],
 
 
 def system_alerts(
-    systems: Sequence[System], gaps: Sequence[Mapping[str, Sequence[str]]], protocol: str, published_gaps: str
+    systems: Sequence[System],
+    unanswered: Sequence[Mapping[str, Sequence[str]]],
+    protocol: str,
+    published_treatment: str,
 ) -> list[str]:
     """List alerts for the reader: different conditions, missing images, and unanswered questions."""
     alerts = []
@@ -191,16 +215,16 @@ def system_alerts(
         if changed_conditions:
             alerts.append(f"The two systems generated under different conditions: {'; '.join(changed_conditions)}.")
     is_published = protocol == "published"
-    for system, system_gaps in zip(systems, gaps, strict=True):
+    for system, unanswered_by_scorer in zip(systems, unanswered, strict=True):
         if missing := system.images.missing:
             treatment = (
                 "left out, as by the benchmark's own script" if is_published else "count 0, as do pairs with one"
             )
             missing_text = f"{sum(map(len, missing.values()))} panels of {system.name!r} are missing"
             alerts.append(f"{missing_text} and {treatment}: {join_first(list(missing))}.")
-        for scorer, keys in system_gaps.items():
+        for scorer, keys in unanswered_by_scorer.items():
             if keys:
-                consequence = published_gaps if is_published else "are left out of its figures"
+                consequence = published_treatment if is_published else "are left out of its figures"
                 text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {consequence}"
                 alerts.append(f"{text}: {join_first(keys)}.")
     return alerts
