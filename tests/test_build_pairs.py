@@ -20,7 +20,6 @@ from paco_trl.dataset_building import (
     annotator_kinds,
     append_annotation,
     build_pairs,
-    digest,
     judge_annotator_name,
     rank_automatically,
     rank_with_judge,
@@ -31,7 +30,7 @@ from paco_trl.dataset_building.annotations import check_annotator, count_agreeme
 from paco_trl.dataset_building.pair_building import connected_prompts, decide_pairs, split_prompts, vote_on_instances
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.utils import stage_folder
-from paco_trl.utils.files import file_name, write_atomically
+from paco_trl.utils.files import digest, file_name, write_atomically
 from paco_trl.utils.journals import append_lines, read_lines
 from planted_world import PlantedWorld
 

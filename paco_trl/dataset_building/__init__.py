@@ -3,7 +3,6 @@
 
 from ..generation import generate_grids
 from ..utils.chat import ChatEndpoint, EndpointUnavailableError
-from ..utils.files import digest
 from ..utils.stage_folder import StageFolder
 from .annotations import (
     Annotation,
@@ -25,7 +24,7 @@ from .reasons import VISIBLE_ATTRIBUTES, write_reasons
 __all__ = [
     "CATEGORIES", "DIMENSIONS", "VISIBLE_ATTRIBUTES", "Annotation", "ChatEndpoint", "EndpointUnavailableError",
     "StageFolder", "agreement_report", "annotation_files", "annotator_kinds", "append_annotation", "build_pairs",
-    "cut_panels", "digest", "diversify_prompts", "generate_grids", "judge_annotator_name",
+    "cut_panels", "diversify_prompts", "generate_grids", "judge_annotator_name",
     "make_instances", "publish_dataset", "rank_automatically", "rank_with_judge", "ranks_of_ranking",
     "read_annotations", "write_prompts", "write_reasons",
 ]  # fmt: skip

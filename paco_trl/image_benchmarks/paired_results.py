@@ -224,7 +224,7 @@ def system_alerts(
             alerts.append(f"{missing_text} and {treatment}: {join_first(list(missing))}.")
         for scorer, keys in unanswered_by_scorer.items():
             if keys:
-                consequence = published_treatment if is_published else "are left out of its figures"
+                consequence = published_treatment if is_published else "are left out of its results"
                 text = f"{len(keys)} sets of {system.name!r} have an unanswered question ({scorer}) and {consequence}"
                 alerts.append(f"{text}: {join_first(keys)}.")
     return alerts
