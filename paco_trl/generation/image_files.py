@@ -76,7 +76,7 @@ def find_family(pipeline: "DiffusionPipeline") -> "Family | None":
     from ..rollout import FAMILIES
 
     family = FAMILIES.get(type(pipeline).__name__)
-    return family and family()
+    return None if family is None else family()
 
 
 def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:

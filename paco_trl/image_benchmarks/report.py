@@ -165,7 +165,7 @@ def report_title(results: GenerationResults) -> str:
 def benchmark_name(results: GenerationResults) -> str:
     """Return the name of the benchmark, or the dataset of own prompts, with the protocol unless it is the default."""
     is_published = results.get("protocol") == "published"
-    return (results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
+    return str(results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
 
 
 def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
@@ -349,7 +349,7 @@ def check_card(card_path: str | Path) -> Path:
 
 
 def _eval_results(results: GenerationResults, column: int, task_type: str) -> list[EvalResult]:
-    dataset = public_name(results["dataset"] or results["benchmark"])
+    dataset = public_name(str(results["dataset"] or results["benchmark"]))
     entries: dict[tuple[str, str], EvalResult] = {}
     for row in (row for table in results["tables"] for row in table["rows"]):
         mean = row["cells"][column]["mean"]
