@@ -620,8 +620,13 @@ def test_a_missing_optimizer_cannot_be_resumed(make_reward_trainer):
 
 
 def test_an_evaluation_needs_pairs(make_reward_trainer):
-    for settings in ({"eval_on_start": True}, {"eval_strategy": "epoch"}):
-        with pytest.raises(ValueError, match="there is no `eval_dataset`"):
+    start, strategy = "`eval_on_start` is True", "`eval_strategy` is 'epoch'"
+    for settings, named in (
+        ({"eval_on_start": True}, start),
+        ({"eval_strategy": "epoch"}, strategy),
+        ({"eval_on_start": True, "eval_strategy": "epoch"}, f"{strategy} and {start}"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}, but there is no `eval_dataset`"):
             make_reward_trainer(NOWHERE, **settings)
 
 

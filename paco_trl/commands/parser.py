@@ -358,7 +358,8 @@ class CommandParser(argparse.ArgumentParser):
             self.errors.append(OptionError(message, "num_processes"))
             self.launching["num_processes"] = None
         for name, value in (in_file | typed).items():
-            if value == "" and "prompt" not in name and "template" not in name:
+            is_empty = value == "" and "prompt" not in name and "template" not in name
+            if is_empty or name == "output_dir" and str(value).lower() in ("none", "null"):
                 message = f"`--{name}` is empty. Give a value, or leave the option out; the shell makes an unset variable empty."
                 self.errors.append(OptionError(message, name))
         sources = OptionSources(typed, in_file, recipe)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
-from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
+from ..rewards.named_rewards import NAMED_REWARDS, WORDS_PROMPTS, make_named_reward
 from ..utils.errors import OptionError, collect_errors
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import check_quantization, check_required, check_reward_weights, uses_fsdp
@@ -335,8 +335,8 @@ def check_reward_names(script_args: RewardOptions) -> None:
         elif name not in NAMED_REWARDS and "." not in name:
             file = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
             templates = Path(__file__).parents[1] / "templates"
-            texts = [*sorted(templates.glob("rubric_*.txt")), *sorted(templates.glob("words_*.yaml"))]
-            rubrics = [path.stem.replace("_", ":", 1) for path in texts]
+            rubrics = [path.stem.replace("_", ":", 1) for path in sorted(templates.glob("rubric_*.txt"))]
+            rubrics += [f"{WORDS}{prompt}" for prompt in WORDS_PROMPTS]
             near = "".join(
                 f" Did you mean `{best}`?" for best in [*file, *get_close_matches(name, NAMED_REWARDS, 1)][:1]
             )

@@ -16,7 +16,7 @@ from datasets.data_files import EmptyDatasetError
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 from huggingface_hub import snapshot_download
 
-from ..utils.names import PARQUET, TEXT_DATA, check_dataset_name, data_ending, is_local
+from ..utils.names import DEMO, PARQUET, TEXT_DATA, check_dataset_name, data_ending, is_local
 from ..utils.stage_folder import is_saved
 from ..utils.text import join_first
 from .caption_folders import read_caption_folder
@@ -27,8 +27,7 @@ from .text_tables import dataset_of_rows, read_rows
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-# Name and file of the dataset that comes with the package
-DEMO = "demo"
+# File of the dataset that comes with the package
 DEMO_FILE = Path(__file__).parent / "prompts" / "demo.jsonl"
 
 

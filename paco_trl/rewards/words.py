@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from PIL import Image
@@ -16,10 +16,7 @@ from ..utils.files import digest, read_template
 from ..utils.text import read_text
 from .judge import Answer, ImageGroup, Judge, ServedJudge
 from .judge_rewards import JudgedReward, sources_of
-
-
-# Packaged prompts, in paco_trl/templates/words_*.yaml. EditScore's judges from Qwen3-VL get no labels
-WORDS_PROMPTS: dict[str, dict[str, Any]] = {"editscore": {}, "editscore_qwen3": {"labels": None}, "viescore": {}}
+from .named_rewards import WORDS_PROMPTS
 
 
 class WordsQuestion(NamedTuple):

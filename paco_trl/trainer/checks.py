@@ -69,9 +69,11 @@ def _smaller_batches(plan: RoundPlan) -> str:
 def check_has_evaluation(args: Any, has_dataset: bool) -> None:
     """Check that there is a dataset for the evaluations that are asked for."""
     if not has_dataset and (args.eval_strategy != "no" or args.eval_on_start):
+        settings = [f"`eval_strategy` is {args.eval_strategy.value!r}"] * (args.eval_strategy != "no")
+        settings += ["`eval_on_start` is True"] * args.eval_on_start
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy.value!r} and `eval_on_start` {args.eval_on_start}, but there is "
-            "no `eval_dataset` (on the command line `--eval_split`). Pass one, or switch them off."
+            f"{' and '.join(settings)}, but there is no `eval_dataset` (on the command line `--eval_split`). Pass one, "
+            "or switch the evaluation off."
         )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from .text import COMPRESSED
 
 
+# Name of the dataset that comes with the package
+DEMO = "demo"
 # Endings of files of rows
 JSON_DATA = (".jsonl", ".json", ".ndjson")
 TABLES = (".csv", ".tsv")
@@ -43,6 +45,8 @@ def check_dataset_name(name: str | Path | None) -> None:
     """Raise an error if a dataset is given by a path that does not exist."""
     if name is None or os.path.exists(os.path.expanduser(name)):
         return
+    if name != DEMO and str(name).lower() == DEMO:
+        raise FileNotFoundError(f"There is no dataset '{name}'. Did you mean `{DEMO}`?")
     is_hub_id = isinstance(name, str) and not is_local(name) and name.count("/") < 2
     if not is_hub_id or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
         raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")

@@ -375,7 +375,7 @@ TRAINING = [
     *_mutants(
         "commands/parser.py",
         "test_command_line.py::TestOptions::test_refused",
-        ('if value == "" and "prompt" not in name', 'if value == ""'),
+        ('is_empty = value == "" and "prompt" not in name', 'is_empty = value == ""'),
         ("for name, value in (in_file | typed).items():", "for name, value in typed.items():"),
     ),
     *_mutants(
