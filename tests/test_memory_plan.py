@@ -82,7 +82,6 @@ def device_of(plan: MemoryPlan, name: str = "train") -> dict[str, int]:
 def recorded_by(trainer, count: int):
     """A generator as training has it, and what it records of a micro-batch."""
     generator = SampleGenerator(trainer.policy, trainer.train_rows, trainer.args, is_new_adapter=True)
-    generator.prepare()
     return generator, generator.generate(count, generator.sde_settings(0.7)).records
 
 

@@ -119,7 +119,6 @@ def compare_run(model: Path, folder: Path, size: int, bf16: bool, checkpointing:
         model=str(model), reward_funcs=redness_reward, args=args, train_dataset=dataset, peft_config=peft_config
     )
     generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new_adapter=True)
-    generator.prepare()
     batch, sde = args.per_device_train_batch_size, generator.sde_settings(args.noise_level)
     record = generator.generate(batch, sde).records[0]
 

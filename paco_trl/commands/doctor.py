@@ -357,14 +357,13 @@ def check_model(state: DoctorState) -> Row | str:
         layers = model.base_model.targeted_module_names
         description = f"LoRA r = {adapter.r}, alpha = {adapter.lora_alpha} on {len(layers)} layers"
         description += "" if is_new else f", continued from '{script_args.adapter}'"
-    state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
-    if not shards_weights(args):
-        state.generator.prepare()
+    if not shards_weights(args):  # nothing is generated then, see `run_check`
+        state.generator = SampleGenerator(trainer.policy, trainer.train_rows, args, is_new)
     state.trainer = trainer
     finding = (
         f"{type(trainer.pipeline).__name__} ({type(trainer.family).__name__}) on {trainer.accelerator.device}, "
         f"{trainer.compute_dtype}; {description}: {sum(p.numel() for p in weights):,} parameters trained. "
-        f"Trained at {_format_counts(state.generator.sizes)} (multiples of "
+        f"Trained at {_format_counts(Counter(trainer.train_rows.training_sizes))} (multiples of "
         f"{trainer.family.size_multiple(trainer.pipeline)} pixels)."
     )
     limit = trainer.family.max_stable_epsilon

@@ -3,7 +3,6 @@
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -29,7 +28,7 @@ class Generation(NamedTuple):
 
 
 class SampleGenerator:
-    """Generates images of the first prompt with the smallest training size, as in training."""
+    """Generates images of the first prompt with the smallest training size, by the model as training wraps it."""
 
     def __init__(self, policy: Policy, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
         self.policy = policy
@@ -37,17 +36,13 @@ class SampleGenerator:
         self.args = args
         self.pipeline, self.family = policy.pipeline, policy.family
         self.is_new_adapter = is_new_adapter
-        self.sizes = Counter(self.rows.training_sizes)
-        self.height, self.width = min(self.sizes, key=math.prod)
+        self.height, self.width = min(self.rows.training_sizes, key=math.prod)
         self.row_index = self.rows.training_sizes.index((self.height, self.width))
-        self.row = self.rows.row(self.row_index)
-
-    def prepare(self) -> None:
-        """Wrap the model as in training: train mode, gradient checkpointing, autocast, DDP."""
-        self.policy.model.train()
-        if self.args.activation_checkpointing:
-            self.policy.model.activation_checkpointing_enable()
-        self.model = self.policy.accelerator.prepare_model(self.policy.model)
+        # Train mode, gradient checkpointing, autocast, DDP
+        policy.model.train()
+        if args.activation_checkpointing:
+            policy.model.activation_checkpointing_enable()
+        self.model = policy.accelerator.prepare_model(policy.model)
 
     def generate(self, count: int = 1, sde: SDESettings | None = None) -> Generation:
         """Generate images of the prompt, or the first one of a set, with the policy, always from the same noise."""
