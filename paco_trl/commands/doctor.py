@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ FAILED = "failed"
 SKIPPED = "skipped"
 _COLORS = {OK: "green", WARNING: "yellow", FAILED: "red", SKIPPED: "dim"}
 _PACKAGE = "paco_trl"
-_MISSING: Any = None  # value of what no check has set yet
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -118,21 +118,27 @@ class DoctorState:
     argv: list[str]
     temporary_dir: str  # replaces the run's output directory, so that the doctor leaves nothing behind
     skips: str = ""  # why no weights are loaded
-    script_args: Any = _MISSING
-    args: Any = _MISSING  # config of the doctor
-    run_args: Any = _MISSING  # config of the run
-    plan_args: PlanArguments = _MISSING
-    train_dataset: Dataset = _MISSING
+    script_args: Any = None
+    args: Any = None  # config of the doctor
+    run_args: Any = None  # config of the run
+    plan_args: PlanArguments | None = None
+    train_dataset: Dataset | None = None
     eval_dataset: Dataset | None = None
-    rows: list[PromptRows] = _MISSING  # prompts of both datasets
-    reward_funcs: list[Callable] = _MISSING
+    rows: list[PromptRows] | None = None  # prompts of both datasets
+    reward_funcs: list[Callable] | None = None
     eval_reward_funcs: list[Callable] | None = None
-    trainer: PaCoGRPOTrainer = _MISSING
-    generator: SampleGenerator = _MISSING
+    trainer: PaCoGRPOTrainer | None = None
+    generator: SampleGenerator | None = None
 
     def parse(self, *extra_arguments: str) -> tuple[Any, Any, PlanArguments]:
         """Parse the options, with extra ones."""
         return self.parser.parse_args_and_config([*self.argv, *extra_arguments])
+
+
+def _require(value: _T | None) -> _T:
+    """Return a value of the state that an earlier check has set, which `CHECKS` requires."""
+    assert value is not None
+    return value
 
 
 # ---- Checks. They return a finding or rows; an error is a failed row, and logged warnings are its advice ----
@@ -340,10 +346,11 @@ def check_model(state: DoctorState) -> Row | str:
     args, script_args = state.args, state.script_args
     if state.skips:
         if state.eval_dataset is not None:
-            read_eval_rows(state.eval_dataset, args, Rewards(state.eval_reward_funcs or state.reward_funcs))
+            rewards = Rewards(state.eval_reward_funcs or _require(state.reward_funcs))
+            read_eval_rows(state.eval_dataset, args, rewards)
         return Row(SKIPPED, state.skips)
     trainer = PaCoGRPOTrainer(
-        model=script_args.model_name_or_path, reward_funcs=state.reward_funcs, args=args,
+        model=script_args.model_name_or_path, reward_funcs=_require(state.reward_funcs), args=args,
         train_dataset=state.train_dataset, eval_dataset=state.eval_dataset, eval_reward_funcs=state.eval_reward_funcs,
         peft_config=get_peft_config(script_args, args.model_init_kwargs),
     )  # fmt: skip
@@ -383,23 +390,25 @@ def check_prompt_lengths(state: DoctorState) -> Row | str:
         if resolve_model_configs(model, str(Path(state.temporary_dir) / "tokenizers")) != model:
             return Row(SKIPPED, f"The tokenizers of '{model}' cannot be read from the Hub.")
         pipeline = load_without_weights(model, {"default": torch.bfloat16}, **(state.args.model_init_kwargs or {}))
+    splits = _require(state.rows)
     with truncations_counted(pipeline):  # tokenizers warn of each long text
         family = get_family(pipeline)
-        described = [describe_truncated(pipeline, family, rows.named_prompts, rows.where) for rows in state.rows]
+        described = [describe_truncated(pipeline, family, rows.named_prompts, rows.where) for rows in splits]
     if warnings := [text for text in described if text is not None]:
         return Row(WARNING, " ".join(warnings))
-    count = sum(len(rows.named_prompts) for rows in state.rows)
+    count = sum(len(rows.named_prompts) for rows in splits)
     return f"{type(pipeline).__name__} reads each of {count} prompts to its end."
 
 
 def check_memory(state: DoctorState) -> Row:
     """Plan the memory of a process by phase, from configs alone, and compare it with a device."""
-    total = state.plan_args.device_bytes(state.args)
+    plan_args = _require(state.plan_args)
+    total = plan_args.device_bytes(state.args)
     if isinstance(state.args, PaCoGRPOConfig):
-        plan = image_plan(state.script_args, state.args, state.train_dataset, state.eval_dataset)
+        plan = image_plan(state.script_args, state.args, _require(state.train_dataset), state.eval_dataset)
     else:
         plan = judge_plan(state.script_args, state.args)
-    host = host_memory() if state.plan_args.device_memory is None else None  # another card may be in another machine
+    host = host_memory() if plan_args.device_memory is None else None  # another card may be in another machine
     return memory_row(plan, total, host)
 
 
@@ -474,12 +483,12 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
 
 def check_noise_free(state: DoctorState) -> Row | str:
     """Check that the policy without noise generates the same latents as the pipeline."""
-    generator = state.generator
+    generator = _require(state.generator)
     pipeline_output = generator.generate_untouched()
     policy = generator.generate(sde=generator.sde_settings(noise_level=0.0))
     difference = (policy.latents - pipeline_output.latents).abs().max().item()
     scale = pipeline_output.latents.abs().max().item()
-    tolerance = _NOISE_FREE_TOLERANCE[state.trainer.compute_dtype] * scale
+    tolerance = _NOISE_FREE_TOLERANCE[_require(state.trainer).compute_dtype] * scale
     finding = (
         f"{generator.height} x {generator.width} pixels, {state.args.num_inference_steps} steps: the last latents of "
         f"the untouched pipeline and of the policy at noise level 0 differ by {difference:.3g} (largest number "
@@ -492,8 +501,8 @@ def check_noise_free(state: DoctorState) -> Row | str:
 
 def check_ratio(state: DoctorState) -> Row | str:
     """Check that the replay reproduces the log-probabilities of the rollout, and has a gradient."""
-    generator = state.generator
-    trainer = state.trainer
+    generator = _require(state.generator)
+    trainer = _require(state.trainer)
     args = state.args
     device = trainer.accelerator.device
     layout = args.round_plan
@@ -545,8 +554,9 @@ def check_ratio(state: DoctorState) -> Row | str:
 
 def check_reward_values(state: DoctorState) -> list[Row]:
     """Check each reward on the images of a prompt, scored like in a round."""
-    trainer, rows = state.trainer, dict[Callable, Row]()  # rewards shared with the evaluation are shown once
-    round = state.generator.rollout()
+    trainer = _require(state.trainer)
+    rows = dict[Callable, Row]()  # rewards shared with the evaluation are shown once
+    round = _require(state.generator).rollout()
     for scorer in dict.fromkeys((trainer.scorer, trainer.evaluator.scorer)):
         with scorer.scoring(round, trainer.state) as scoring:
             scoring.add(round.completions)
