@@ -130,9 +130,9 @@ class DoctorState:
     trainer: PaCoGRPOTrainer | None = None
     generator: SampleGenerator | None = None
 
-    def parse(self, *extra_arguments: str) -> tuple[Any, Any, PlanArguments]:
+    def parse(self, *extra_arguments: str, use_presets: bool) -> tuple[Any, Any, PlanArguments]:
         """Parse the options, with extra ones."""
-        return self.parser.parse_args_and_config([*self.argv, *extra_arguments])
+        return self.parser.parse_args_and_config([*self.argv, *extra_arguments], use_presets)
 
 
 def _require(value: _T | None) -> _T:
@@ -169,23 +169,22 @@ def check_hub_connection() -> bool:
     return not constants.HF_HUB_OFFLINE
 
 
-def check_configuration(state: DoctorState) -> Row:
+def check_configuration(state: DoctorState, use_presets: bool = True) -> Row:
     """Check the settings and the plan of a round, on the CPU if only a GPU is missing."""
     row = Row(OK, "")
     try:
-        state.script_args, args, state.plan_args = state.parse()
+        state.script_args, args, state.plan_args = state.parse(use_presets=use_presets)
     except OSError as error:
-        if not state.parser.uses_presets:
+        if not use_presets:  # which require the model
             raise
-        state.parser.uses_presets = False  # which require the model
-        row = check_configuration(state)
+        row = check_configuration(state, use_presets=False)
         return replace(
             row, verdict=WARNING, advice=f"{error} The defaults of its family are not applied. {row.advice}"
         )
     except ValueError as error:
         if torch.accelerator.is_available():
             raise
-        state.script_args, args, state.plan_args = state.parse("--use_cpu", "True")
+        state.script_args, args, state.plan_args = state.parse("--use_cpu", "True", use_presets=use_presets)
         state.skips = "There is no GPU, so no weights are loaded."
         if state.plan_args.device_memory is None:
             row.verdict = WARNING

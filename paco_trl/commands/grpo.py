@@ -43,16 +43,14 @@ logger = logging.getLogger(__name__)
 class ImageCommandParser(CommandParser):
     """Parser of a command with the options of `PaCoGRPOConfig` or `PaCoNFTConfig`."""
 
-    uses_presets = True
-
     def __init__(self, *classes: type | str, **kwargs):
         self.is_nft = "PaCoNFTConfig" in classes
         self.unused_fields = UNUSED_FIELDS if self.is_nft else ()
         super().__init__(classes, self.unused_fields, is_launched=True, check=check_options, **kwargs)
 
-    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple:
+    def parse_args_and_config(self, args: Sequence[str] | None = None, use_presets: bool = True) -> tuple:
         """Parse the options as the parent does, and warn of a learning rate that is for adapters."""
-        script_args, training_args, *others = super().parse_args_and_config(args)
+        script_args, training_args, *others = super().parse_args_and_config(args, use_presets)
         if not script_args.use_peft and "learning_rate" not in script_args.typed:
             logger.warning(
                 f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much "

@@ -68,8 +68,6 @@ class CommandParser(argparse.ArgumentParser):
     no change of a file's options resolves. `hidden` fields are not in the help.
     """
 
-    uses_presets = False  # whether `presets` is called, which reads the model
-
     def __init__(
         self,
         classes: type | tuple[type | str, ...],
@@ -305,17 +303,17 @@ class CommandParser(argparse.ArgumentParser):
 
     # ---- Checking: from values to filled dataclasses ----
 
-    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple:
+    def parse_args_and_config(self, args: Sequence[str] | None = None, use_presets: bool = True) -> tuple:
         """
-        Parse the options of the command line, and of the YAML file or recipe that `--config` names.
+        Parse the options of the command line, and of the YAML file or recipe that `--config` names. `presets`, which
+        reads the model, is called unless `use_presets` is `False`.
 
         Options of the file that contradict the command line are dropped, and one line says so. The command's own
         dataclasses get an attribute `typed`: the options that the user gave, on the command line or in a file other
         than a recipe of the package.
         """
         sources = self.read(sys.argv[1:] if args is None else args)
-        if self.uses_presets:
-            presets = self.presets(sources.values())
+        if use_presets and (presets := self.presets(sources.values())):
             sources.presets = presets.keys() - sources.in_file.keys()
             sources.in_file = presets | sources.in_file
             sources.resolve_conflicts(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
