@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil  # which accelerate requires
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, constants
@@ -414,7 +415,7 @@ def check_memory(state: DoctorState) -> Row:
 def host_memory() -> int:
     """Return the memory of this machine, or of the process's container."""
     limit = Path("/sys/fs/cgroup/memory.max")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = psutil.virtual_memory().total
     content = limit.read_text().strip() if limit.exists() else "max"
     return total if content == "max" else min(int(content), total)
 
@@ -580,7 +581,7 @@ def check_reward_values(state: DoctorState) -> list[Row]:
 
 # ---- The command ----
 
-# Of a judge; the others have no pairs
+# Checks of a judge. The other commands have no pairs, and a judge has no rollout
 JUDGE_CHECKS = ("versions", "configuration", "output directory", "hub", "pairs", "memory")
 # Name -> check, and the checks that it requires
 CHECKS: dict[str, tuple[Callable[[DoctorState], Any], tuple[str, ...]]] = {
