@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
-from ..rewards.named_rewards import NAMED_REWARDS, WORDS_PROMPTS, make_named_reward
+from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
 from ..utils.errors import OptionError, collect_errors
 from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
-from ..utils.option_checks import check_quantization, check_required, check_reward_weights, uses_fsdp
+from ..utils.option_checks import (
+    WORDS_PROMPTS,
+    check_quantization,
+    check_required,
+    check_reward_weights,
+    uses_fsdp,
+)
 from ..utils.text import join_first, read_text
 from .options import find_unused, option
 from .user_rewards import find_user_reward

@@ -2,7 +2,7 @@
 """The package's rewards by name, for `--rewards` and `reward_funcs`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class NamedReward(NamedTuple):
@@ -25,9 +25,6 @@ NAMED_REWARDS = {
     "redness": NamedReward("redness_reward"),
     "panel_similarity": NamedReward("panel_similarity_reward"),
 }
-# `words:` and the names of packaged prompts, in paco_trl/templates/words_*.yaml. EditScore's judges from Qwen3-VL get
-# no labels
-WORDS_PROMPTS: dict[str, dict[str, Any]] = {"editscore": {}, "editscore_qwen3": {"labels": None}, "viescore": {}}
 
 
 def make_named_reward(name: str, *args, **kwargs) -> Callable:

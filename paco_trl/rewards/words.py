@@ -13,10 +13,10 @@ import yaml
 from PIL import Image
 
 from ..utils.files import digest, read_template
+from ..utils.option_checks import WORDS_PROMPTS
 from ..utils.text import read_text
 from .judge import Answer, ImageGroup, Judge, ServedJudge
 from .judge_rewards import JudgedReward, sources_of
-from .named_rewards import WORDS_PROMPTS
 
 
 class WordsQuestion(NamedTuple):

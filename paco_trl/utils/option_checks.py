@@ -28,6 +28,8 @@ QUANTIZATIONS = ("nf4", "int8", "fp8", "fp8_storage")
 SET_LAYOUTS = (None, "grid", "separate")
 PANEL_GENERATIONS = ("independent", "shared_noise", "anchored")
 PROTOCOLS = ("default", "published")  # protocols of evaluations
+# Packaged prompts of `words:`, in paco_trl/templates/words_*.yaml. EditScore's judges from Qwen3-VL get no labels
+WORDS_PROMPTS: dict[str, dict[str, Any]] = {"editscore": {}, "editscore_qwen3": {"labels": None}, "viescore": {}}
 GRPO_LOSSES = ("grpo", "grpo_guard")
 NFT_LOSSES = ("nft", "awm")
 # Fields of PaCoGRPOConfig for stochastic steps. PaCoNFTConfig does not use them
