@@ -2,7 +2,7 @@
 """Stages of `paco-trl evaluate`, see `evaluate_arguments.py`."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -47,19 +47,7 @@ from .options import find_unused
 
 _SYSTEM_FILE = "system.json"  # has the directory of images that were generated elsewhere
 
-# Checks everything before its `yield`, and does hours of work after it
-Step = Generator[None, None, None]
-
-
-def run(*steps: Step) -> None:
-    """Run the checks of all steps, up to their `yield`, then their work, one after the other."""
-    with ExitStack() as stack:
-        for step in steps:
-            stack.callback(step.close)
-            next(step, None)
-        for step in steps:
-            next(step, None)
-            release_memory()  # a judge and its hook on the model reference each other
+Job = Callable[[], None]  # the work of a stage, once its checks have passed
 
 
 def _load_benchmark(args) -> Dataset:
@@ -115,8 +103,8 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *seeds_and_size), settings
 
 
-def generate(args: arguments.GenerateArguments, spec: PipelineSpec | None = None) -> Step:
-    """Generate the images of a system, by default the one in the options."""
+def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec: PipelineSpec | None = None) -> Job:
+    """Check and lock the directory of a system, by default the one in the options; return what generates its images."""
     spec = args.read_loading_spec() if spec is None else spec
     benchmark = _load_as_trained(args, spec)
     panels = {}
@@ -134,11 +122,12 @@ def generate(args: arguments.GenerateArguments, spec: PipelineSpec | None = None
         image_sizes(benchmark, args.height, args.width)
     if "references" in benchmark.column_names:
         SourceImages(benchmark, "the benchmark", "references")  # reads their headers
-    with sole_writer(args.output_dir, "images"):
-        folder = StageFolder(args.output_dir, settings)
-        yield
+    locks.enter_context(sole_writer(args.output_dir, "images"))
+    folder = StageFolder(args.output_dir, settings)
+    call |= {"height": args.height, "width": args.width} | panels
+
+    def generate() -> None:
         pipeline = spec.load()
-        call |= {"height": args.height, "width": args.width} | panels
         if args.benchmark == "gedit":
             call_arguments = {name: value for name, value in call.items() if value is not None}
             generate_edits(pipeline, benchmark, folder, args.seeds[0], **call_arguments)
@@ -150,26 +139,31 @@ def generate(args: arguments.GenerateArguments, spec: PipelineSpec | None = None
                 write_panel_files(images, benchmark, folder.path / "panels")
             Console().print(f"The images are in {escape(str(folder.images))}.")
 
+    return generate
 
-def score(args: arguments.ScoreArguments) -> Step:
-    """Score the images of a system."""
+
+def prepare_scoring(args: arguments.ScoreArguments) -> Job:
+    """Check the judges of a system's images; return what scores them."""
     is_gedit = args.benchmark == "gedit"
     benchmark = _load_benchmark(args)
     scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
-    yield
-    images, _ = _find_images(args, args.output_dir, benchmark, args.images)
-    if args.missing == "error":
-        images.check_complete()
-    if args.images is not None and PartialState().is_main_process:  # for the report
-        write_atomically(
-            Path(args.output_dir) / _SYSTEM_FILE, json.dumps({"images": str(Path(args.images).absolute())})
-        )
-    if is_gedit:
-        benchmarks.score_edits(
-            scorers, benchmark, images, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
-        )
-    else:
-        _score_t2is(args, scorers, benchmark, images)
+
+    def score() -> None:
+        images, _ = _find_images(args, args.output_dir, benchmark, args.images)
+        if args.missing == "error":
+            images.check_complete()
+        if args.images is not None and PartialState().is_main_process:  # for the report
+            write_atomically(
+                Path(args.output_dir) / _SYSTEM_FILE, json.dumps({"images": str(Path(args.images).absolute())})
+            )
+        if is_gedit:
+            benchmarks.score_edits(
+                scorers, benchmark, images, args.output_dir, protocol=args.protocol, gedit_repo=args.gedit_repo
+            )
+        else:
+            _score_t2is(args, scorers, benchmark, images)
+
+    return score
 
 
 def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
@@ -243,39 +237,42 @@ def _find_leakage(args: arguments.ReportArguments, benchmark: Dataset) -> dict |
     )
 
 
-def report(args: arguments.ReportArguments) -> Step:
-    """Write the report of one system, or of two and their difference."""
+def prepare_report(args: arguments.ReportArguments) -> Job:
+    """Check the card and the training data; return what reports one system, or two and their difference."""
     if args.card is not None:
         check_card(args.card)
     benchmark = _load_benchmark(args)
     leakage = _find_leakage(args, benchmark)
     name = public_name(str(args.dataset_name))
-    yield
-    if not PartialState().is_main_process:
-        return
-    folders = {"base": args.base, **({} if args.tuned is None else {"tuned": args.tuned})}
-    systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
-    adapters = [system.settings.get("adapter") for system in systems]
-    if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
-        message = f"`--base` has the adapter {adapters[0]!r} and `--tuned` has none. Swap them."
-        raise OptionError(message, "base", "tuned")
-    if args.benchmark == "t2is":
-        results = benchmarks.t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
-    else:
-        seed = systems[0].settings.get("seeds", [0])[0]
-        sources = Path(args.output_dir) / "sources"
-        results = benchmarks.gedit_results(
-            benchmark, systems, args.missing, name, leakage, seed, sources, args.protocol
-        )
-    paths = benchmarks.save_generation_report(results, args.output_dir, args.num_shown)
-    if args.card is not None:
-        paths["card"] = benchmarks.add_results_to_card(args.card, results)
-    benchmarks.print_report(results, console := Console())
-    for title, path in paths.items():
-        console.print(f"{title}: {escape(str(path))}")
+
+    def report() -> None:
+        if not PartialState().is_main_process:
+            return
+        folders = {"base": args.base, **({} if args.tuned is None else {"tuned": args.tuned})}
+        systems = [_open_system(args, folder, role, benchmark) for role, folder in folders.items()]
+        adapters = [system.settings.get("adapter") for system in systems]
+        if len(systems) == 2 and adapters[0] is not None and systems[1].settings and adapters[1] is None:
+            message = f"`--base` has the adapter {adapters[0]!r} and `--tuned` has none. Swap them."
+            raise OptionError(message, "base", "tuned")
+        if args.benchmark == "t2is":
+            results = benchmarks.t2is_results(benchmark, systems, args.missing, name, leakage, args.protocol)
+        else:
+            seed = systems[0].settings.get("seeds", [0])[0]
+            sources = Path(args.output_dir) / "sources"
+            results = benchmarks.gedit_results(
+                benchmark, systems, args.missing, name, leakage, seed, sources, args.protocol
+            )
+        paths = benchmarks.save_generation_report(results, args.output_dir, args.num_shown)
+        if args.card is not None:
+            paths["card"] = benchmarks.add_results_to_card(args.card, results)
+        benchmarks.print_report(results, console := Console())
+        for title, path in paths.items():
+            console.print(f"{title}: {escape(str(path))}")
+
+    return report
 
 
-def images(args: arguments.ImagesArguments) -> None:
+def evaluate_images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter, without repeating finished work."""
     spec = args.read_loading_spec()
     if args.benchmark == "t2is":
@@ -299,17 +296,27 @@ def images(args: arguments.ImagesArguments) -> None:
     if args.benchmark == "t2is":
         score_overrides["protocol"] = "default"  # only the report has a published protocol
     report_overrides = {"base": str(folder / "base"), "tuned": str(folder / "tuned") if "tuned" in systems else None}
-    run(
-        *(
-            generate(
-                stage_arguments(arguments.GenerateArguments, role, adapter=None if role == "base" else args.adapter),
-                system,
-            )
-            for role, system in systems.items()
-        ),
-        *(score(stage_arguments(arguments.ScoreArguments, role, **score_overrides)) for role in systems),
-        report(stage_arguments(arguments.ReportArguments, "report", **report_overrides)),
-    )
+    generations = [
+        stage_arguments(arguments.GenerateArguments, role, adapter=None if role == "base" else args.adapter)
+        for role in systems
+    ]
+    scorings = [stage_arguments(arguments.ScoreArguments, role, **score_overrides) for role in systems]
+    report = stage_arguments(arguments.ReportArguments, "report", **report_overrides)
+    with ExitStack() as locks:
+        # The checks of all stages come first: each job may take hours
+        jobs = [
+            prepare_generation(stage, locks, spec) for stage, spec in zip(generations, systems.values(), strict=True)
+        ]
+        jobs += [prepare_scoring(stage) for stage in scorings]
+        for job in [*jobs, prepare_report(report)]:
+            job()
+            release_memory()  # a judge and its hook on the model reference each other
+
+
+def generate_images(args: arguments.GenerateArguments) -> None:
+    """Generate the images of the system in the options."""
+    with ExitStack() as locks:
+        prepare_generation(args, locks)()
 
 
 def run_stage(stage: str, args: Any) -> None:
@@ -319,10 +326,10 @@ def run_stage(stage: str, args: Any) -> None:
         PartialState(cpu=not torch.accelerator.is_available())
     stages: dict[str, Callable] = {
         "prompts": evaluate_prompts,
-        "images": images,
-        "generate": lambda args: run(generate(args)),
-        "score": lambda args: run(score(args)),
-        "report": lambda args: run(report(args)),
+        "images": evaluate_images,
+        "generate": generate_images,
+        "score": lambda args: prepare_scoring(args)(),
+        "report": lambda args: prepare_report(args)(),
         "judge": evaluate,
     }
     stages[stage](args)
