@@ -17,7 +17,13 @@ from judge_server import JudgeServer, completion, pictures_of
 from other_judges import build_other_judge, first_logits
 from paco_trl import PaCoReward
 from paco_trl.commands import grpo
-from paco_trl.commands.script_arguments import ScriptArguments, find_judges, load_eval_rewards, load_rewards
+from paco_trl.commands.script_arguments import (
+    ScriptArguments,
+    check_reward_names,
+    find_judges,
+    load_eval_rewards,
+    load_rewards,
+)
 from paco_trl.rewards import JudgeUnavailableError, RubricReward
 from paco_trl.rewards.judge import Answer, _read_rating, expected_rating
 from paco_trl.rewards.judge_rewards import read_rubric
@@ -287,7 +293,7 @@ class TestCommandLine:
     def test_unknown(self):
         for name in ("rubric:", "rubric"):
             with pytest.raises(ValueError, match="unchanged"):
-                load_rewards(ScriptArguments(rewards=[name]))
+                check_reward_names(ScriptArguments(rewards=[name]))
 
     @pytest.mark.parametrize(("rubric", "key"), [("unchanged", "`image`"), ("consistency", "1 x 1")])
     def test_prompts_that_do_not_fit_are_refused_before_a_model_is_loaded(self, tmp_path, rubric, key):

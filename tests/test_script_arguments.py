@@ -64,9 +64,9 @@ def test_rewards_without_a_judge(tiny_clip):
     evaluation = load_eval_rewards(dataclasses.replace(arguments, eval_rewards=["layout", "clip_t"]), loaded)
     assert evaluation[1] is loaded[0] and evaluation[0] is loaded[3]  # loaded once
     with pytest.raises(ValueError, match="`clip_i`|`clip_t`"):
-        load_rewards(ScriptArguments(rewards=["clip"]))
+        check_reward_names(ScriptArguments(rewards=["clip"]))
     with pytest.raises(ValueError, match="'redness' twice"):
-        load_rewards(ScriptArguments(rewards=["redness", "redness"]))
+        check_reward_names(ScriptArguments(rewards=["redness", "redness"]))
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):
@@ -140,8 +140,10 @@ def test_own_rewards_by_their_file(tmp_path, monkeypatch):
         ("random.bright", ValueError, "random.py:bright"),  # Python's own module
         ("several", ValueError, "`several.py`"),
     ):
+        arguments = ScriptArguments(rewards=[name])
         with pytest.raises(error, match=message):
-            load_rewards(ScriptArguments(rewards=[name]))
+            check_reward_names(arguments)
+            load_rewards(arguments)
 
 
 @pytest.mark.parametrize(

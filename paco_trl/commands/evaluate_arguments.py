@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
+from ..utils.chat import read_api_key
 from ..utils.errors import OptionError, collect_errors
 from ..utils.option_checks import DTYPES, PANEL_GENERATIONS, PROTOCOLS, QUANTIZATIONS, SET_LAYOUTS
 from .build_arguments import PIPELINE_QUANTIZATION, PipelineArguments, RequestArguments
@@ -96,10 +97,7 @@ def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | 
     if url is not None:
         from ..rewards import ServedJudge
 
-        key = args.api_key_variable and os.environ.get(args.api_key_variable)
-        if args.api_key_variable is not None and not key:
-            message = f"The environment variable {args.api_key_variable!r} (`--api_key_variable`) is not set. Set it."
-            raise OptionError(message, "api_key_variable")
+        key = read_api_key(args.api_key_variable)
         return ServedJudge(url, name, api_key=key, max_concurrency=args.max_concurrency)
     from ..rewards.paco_reward import PaCoReward
 

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from .. import PaCoRewardConfig
 
 
-# Files of PaCo-Dataset that the paper's judge was trained on
-_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
-
-
 @dataclass
 class ScriptArguments:
     """Model, data and adapter of a judge."""
@@ -85,7 +81,7 @@ def load_pairs(
         if is_saved(name):
             raise ValueError(f"'{name}' was saved with `save_to_disk`, not in the layout of PaCo-Dataset. {remedy}")
         try:
-            dataset = load_paco_dataset(name, files or _FILES, script_args.skip_broken)
+            dataset = load_paco_dataset(name, files, script_args.skip_broken)
         except FileNotFoundError as error:
             reason = f"it has no {Path(error.filename).name}" if error.filename else str(error).rstrip(".")
             raise FileNotFoundError(f"'{name}' has no layout of PaCo-Dataset: {reason}. {remedy}") from error

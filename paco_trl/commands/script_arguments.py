@@ -510,8 +510,7 @@ def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
 
 
 def load_rewards(script_args: ScriptArguments) -> list[Callable]:
-    """Load the rewards of training."""
-    check_reward_names(script_args)
+    """Load the rewards of training, whose names [`check_names`] has checked."""
     with _default_named(script_args):
         return list(_load_all({}, script_args.rewards, script_args).values())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .addresses import check_base_url, is_loopback
 from .background import abandon_at_exit
+from .errors import OptionError
 
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ class NoAnswerError(Exception):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
         self.kind = kind
+
+
+def read_api_key(variable: str | None) -> str | None:
+    """Return the key in an environment variable, or `None` if no variable is named."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key.isascii() or not key.isprintable() or not key:
+        message = f"The environment variable {variable!r} (`api_key_variable`: its name, not the key) is not set, or "
+        raise OptionError(f"{message}does not hold a key. Set it.", "api_key_variable")
+    return key
 
 
 class ChatClient:
@@ -217,15 +229,9 @@ class ChatEndpoint(ChatClient):
         timeout: float = 120.0,
         max_retries: int = 5,
     ):
-        key, remedy = None, "Name the environment variable that holds one, as `api_key_variable`."
-        if api_key_variable is not None:
-            key = os.environ.get(api_key_variable, "").strip()
-            remedy = f"It is that of {api_key_variable}."
-            if not key.isascii() or not key.isprintable() or not key:
-                raise ValueError(
-                    f"The environment variable {api_key_variable!r} (`api_key_variable`: its name, not the key) is "
-                    "not set, or does not hold a key. Set it."
-                )
+        key = read_api_key(api_key_variable)
+        remedy = "Name the environment variable that holds one, as `api_key_variable`."
+        remedy = remedy if api_key_variable is None else f"It is that of {api_key_variable}."
         super().__init__(base_url, model, key, max_concurrency, timeout, max_retries, remedy)
 
     def check(self) -> None:
