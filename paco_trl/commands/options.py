@@ -31,7 +31,7 @@ _REPLACED_IN_RECIPES = {
 
 
 def option(default: Any, help: str, *aliases: str, **kwargs) -> Any:
-    """Declare a field of a dataclass of arguments, as [`~trl.TrlParser`] reads it; `kwargs` are for argparse."""
+    """Declare an option as a dataclass field. `kwargs` go to argparse."""
     metadata = {"help": help, "aliases": list(aliases), **kwargs}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

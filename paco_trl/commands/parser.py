@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse the options of a command, and check them before torch is imported."""
+"""
+Parse options from the command line and YAML, in place of `TrlParser`: errors appear in a second, before torch is
+imported, and options that you type override those of a recipe that contradict them.
+"""
 
 import argparse
 import json

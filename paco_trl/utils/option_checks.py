@@ -135,17 +135,19 @@ def grpo_config_errors(
     whole: Collection[str] = (),
 ) -> Iterator[OptionError]:
     """
-    Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other; yield an error for each broken rule.
-    Those for the sizes of a round are [`size_errors`].
+    Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other, and yield an error for each broken rule.
 
-    `unsupported` names fields of TRL's configs, `whole` those of whole numbers; the command line has parsed them.
+    [`size_errors`] checks the sizes of a round. `unsupported` names fields of TRL's configs that this package refuses,
+    and `whole` those that take whole numbers, which the command line has parsed already.
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
-    is_nft = losses == NFT_LOSSES
+    is_nft = hasattr(config, "num_noise_levels")  # a field of PaCoNFTConfig
     if args.loss_type not in losses:
-        alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
-        alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`" if is_nft else alternatives
+        if is_nft:
+            alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`"
+        else:
+            alternatives = "'nft' and 'awm' have a trainer, `PaCoNFTTrainer`: `paco-trl nft`"
         names = ", ".join(map(repr, losses))
         yield OptionError(
             f"`loss_type` is {args.loss_type!r}; it must be one of {names} ({alternatives}).", "loss_type"
@@ -203,7 +205,7 @@ def read_scale_rewards(scale_rewards: Any) -> Any:
 
 
 def size_errors(options: Any) -> Iterator[OptionError]:
-    """Check before a run is started that the sizes of its rounds can be, if the number of processes is known."""
+    """Check the round sizes before launch, if the number of processes is known."""
     # The command line has it, unless it is in a file of `accelerate`
     launched = None if getattr(options, "accelerate_config", None) else 1
     num_processes = os.environ.get("WORLD_SIZE") or getattr(options, "num_processes", None) or launched
@@ -289,8 +291,9 @@ def reward_config_errors(
 
 def check_panel_options(panel_template: str, panel_generation: str) -> None:
     """Check that a template gives each panel a prompt of its own, and that there is this way to generate images."""
-    try:  # a name, a format and a conversion; no name after the last field
-        fields = {tuple(field) for _, *field in Formatter().parse(panel_template)} - {(None,) * 3}
+    literal_text = (None, None, None)  # what `Formatter.parse` returns for text after the last field
+    try:  # a name, a format and a conversion
+        fields = {tuple(field) for _, *field in Formatter().parse(panel_template)} - {literal_text}
     except ValueError:
         fields = set()
     if ("panel", "", None) not in fields or not fields <= {("panel", "", None), ("theme", "", None)}:
@@ -412,10 +415,20 @@ def _fsdp_errors(optim: Any) -> Iterator[OptionError]:
 
 
 def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
-    """Refuse what starts a run that trains nothing, or in another precision."""
+    """Check options that all trainers share."""
     if sys.platform == "win32":
         raise OSError(NOT_ON_WINDOWS)
-    trackers = args.report_to if isinstance(args.report_to, list) else [args.report_to]
+    yield from _tracker_errors(args.report_to)
+    yield from _deepspeed_errors(args.deepspeed)
+    yield from _signal_errors(args.jit_checkpoint_signals)
+    yield from _fsdp_errors(args.optim)
+    yield from _model_kwargs_errors(args.model_init_kwargs)
+    yield from _number_errors(args)
+    yield from _saving_errors(args)
+
+
+def _tracker_errors(report_to: Any) -> Iterator[OptionError]:
+    trackers = report_to if isinstance(report_to, list) else [report_to]
     for name in {*trackers} - {None, "all", "none"}:
         packages = _TRACKER_PACKAGES.get(name, (name,))
         if packages and not any(package.isidentifier() and find_spec(package) for package in packages):
@@ -423,19 +436,27 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
             if name not in _TRACKER_PACKAGES:
                 reason = f"but must be of {', '.join(sorted(_TRACKER_PACKAGES))}, 'all' or 'none'."
             yield OptionError(f"`report_to` has {name!r}, {reason}", "report_to")
-    if args.deepspeed in ("zero2", "zero3", "zero3_offload") and not os.path.isfile(args.deepspeed):
-        message = f"`deepspeed` is {args.deepspeed!r}, the name of a configuration of accelerate. Launch with it: "
-        yield OptionError(f"{message}`--accelerate_config {args.deepspeed}`.", "deepspeed")
-    elif args.deepspeed is not None and find_spec("deepspeed") is None:
+
+
+def _deepspeed_errors(deepspeed: Any) -> Iterator[OptionError]:
+    if deepspeed in ("zero2", "zero3", "zero3_offload") and not os.path.isfile(deepspeed):
+        message = f"`deepspeed` is {deepspeed!r}, the name of a configuration of accelerate. Launch with it: "
+        yield OptionError(f"{message}`--accelerate_config {deepspeed}`.", "deepspeed")
+    elif deepspeed is not None and find_spec("deepspeed") is None:
         message = '`deepspeed` is set, but not installed: pip install "paco_trl[deepspeed]".'
         yield OptionError(message, "deepspeed")
-    for name in {*args.jit_checkpoint_signals} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
+
+
+def _signal_errors(names: Iterable[str]) -> Iterator[OptionError]:
+    for name in {*names} - ({*signal.Signals.__members__} - {"SIGKILL", "SIGSTOP"}):
         message = (
             f"`jit_checkpoint_signals` has {name!r}, which is no signal that a process can catch, such as 'SIGTERM'."
         )
         yield OptionError(message, "jit_checkpoint_signals")
-    yield from _fsdp_errors(args.optim)
-    kwargs = args.model_init_kwargs or {}
+
+
+def _model_kwargs_errors(model_init_kwargs: Any) -> Iterator[OptionError]:
+    kwargs = model_init_kwargs or {}
     message = ""
     if isinstance(kwargs, str):  # typed on a command line
         try:
@@ -449,6 +470,10 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         message = "`model_init_kwargs` has `torch_dtype`, now called `dtype`. Rename it, or set `bf16`."
     if message:
         yield OptionError(message, "model_init_kwargs")
+
+
+def _number_errors(args: SimpleNamespace) -> Iterator[OptionError]:
+    """Check seeds, infinite numbers, and the length of the run."""
     for name in ("seed", "data_seed"):
         if (seed := getattr(args, name)) is not None and not 0 <= seed < 2**32:  # NumPy's
             yield OptionError(f"`{name}` is {seed}; it must be from 0 to {2**32 - 1}.", name)
@@ -461,6 +486,9 @@ def _common_errors(args: SimpleNamespace) -> Iterator[OptionError]:
         if args.max_steps == -1:
             message = f"`num_train_epochs` is {args.num_train_epochs}; it must be above 0, or set `max_steps`."
         yield OptionError(message, "max_steps", "num_train_epochs")
+
+
+def _saving_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     strategies = [str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy)]
     if args.load_best_model_at_end and strategies[0] not in ("best", strategies[1]):
         yield OptionError(

@@ -235,7 +235,10 @@ REWARDS = [
         "test_write_prompts.py::test_a_question",
         ("text.replace(self._key, '***')", "text"),
         ('dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit())', "{}"),
-        ('key, remedy = None, "Name', 'key, remedy = os.environ.get("OPENAI_API_KEY"), "Name'),
+        (
+            "        return None\n    key = os.environ",
+            '        return os.environ.get("OPENAI_API_KEY")\n    key = os.environ',
+        ),
         ("trust_env=not is_loopback(host)", "trust_env=True"),
     ),
     *_mutants(
