@@ -1019,7 +1019,7 @@ class TestTruncation:
         pipeline, family = setup.policy.pipeline, setup.family
 
         def is_read(number: int) -> bool:
-            """Tell whether the embeddings depend on the last of so many words."""
+            """Return whether the embeddings depend on the last of so many words."""
             texts = [" ".join(["a"] * (number - 1) + [last]) for last in ("a", "b")]
             with torch.no_grad():
                 first, second = (family.encode_prompt(pipeline, text, "cpu")["prompt_embeds"] for text in texts)

@@ -67,7 +67,7 @@ _UNSAID = (
 
 
 def is_flow_factory(config: Mapping[str, Any]) -> bool:
-    """Tell whether the content of a YAML file is for Flow-Factory, whose options are in sections."""
+    """Return whether the content of a YAML file is for Flow-Factory, whose options are in sections."""
     train = config.get("train")
     is_theirs = isinstance(train, dict) and ("trainer_type" in train or "group_size" in train)
     return is_theirs and isinstance(config.get("model"), dict)

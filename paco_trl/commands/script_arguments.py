@@ -388,7 +388,7 @@ def user_functions(names: Iterable[str]) -> Iterator[Callable]:
 
 
 def has_model(name: str) -> bool:
-    """Tell whether loading a reward may load a model; a user's class may."""
+    """Return whether loading a reward may load a model; a user's class may."""
     if name in NAMED_REWARDS:
         return NAMED_REWARDS[name].model is not None
     return not _is_user_reward(name) or isinstance(find_user_reward(name), type)

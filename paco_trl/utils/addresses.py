@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is this machine, by an address that no other machine reaches."""
+    """Return whether a host is this machine, by an address that no other machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

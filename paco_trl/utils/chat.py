@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Placeholder for servers that require no key
 _NO_KEY = "EMPTY"
-# Whose newer models refuse `max_tokens`, while many other servers do not know its successor
+# Servers whose newer models refuse `max_tokens`. Many other servers do not know `max_completion_tokens`
 _NEW_LENGTH_OPTION = ("api.openai.com", ".openai.azure.com")
 
 

@@ -56,7 +56,7 @@ def collect_errors(
 
 def is_user_error(error: BaseException) -> bool:
     """
-    Tell whether the message of an error is enough: this package raised it, or the machine caused it, and the user has
+    Return whether the message of an error is enough: this package raised it, or the machine caused it, and the user has
     not asked for tracebacks.
     """
     if _wants_traceback():
@@ -87,7 +87,7 @@ def _is_own(error: BaseException) -> bool:
 
 
 def is_raised_by_package(error: BaseException) -> bool:
-    """Tell whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
+    """Return whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
     if _is_own(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)

@@ -186,7 +186,7 @@ def _is_settings(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value is a number, a text or a tensor, or consists of them; lists filled on the way are empty."""
+    """Return whether a value is a number, text or tensor, or consists of them; lists filled on the way are empty."""
     if isinstance(value, dict):
         return bool(value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset):

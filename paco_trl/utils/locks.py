@@ -27,7 +27,8 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    # Next to the directory where its contents tell whether anything was begun. The system releases it with the process
+    # The lock is beside the directory, so that an empty directory stays empty. The system releases it when the process
+    # ends
     folder = Path(folder).expanduser().absolute()
     path = folder / ".lock" if is_inside else folder.parent / f".{folder.name}.lock"
     state = PartialState()
@@ -74,7 +75,7 @@ def _leave_mark(path: Path) -> Path | None:
 
 
 def _is_seen(mark: Path) -> bool:
-    """Tell whether this process sees a file that the first one has written."""
+    """Return whether this process sees a file that the first one has written."""
     end = time.monotonic() + _SHARED_FILE_TIMEOUT
     while not mark.exists():
         if time.monotonic() > end:

@@ -31,7 +31,7 @@ def repository() -> str | None:
 
 
 def is_local(name: str) -> bool:
-    """Tell whether a name is a directory or file of this machine, not a Hub id."""
+    """Return whether a name is a directory or file of this machine, not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
 
@@ -98,7 +98,7 @@ def relative_name(name: str) -> str:
 
 
 def is_same_model(first: str, second: str) -> bool:
-    """Tell whether two names may refer to the same model."""
+    """Return whether two names may refer to the same model."""
     # A path, even one from another machine, does not name an owner: then only the last parts are compared.
     # A relative path such as "." is made absolute first, to have a last part.
     names = [public_name(os.path.abspath(name) if os.path.exists(name) else name) for name in (first, second)]

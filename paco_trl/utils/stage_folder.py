@@ -21,7 +21,7 @@ _REPORT = "report.json"
 
 
 def is_saved(path: str | Path) -> bool:
-    """Tell whether `save_to_disk` wrote a directory."""
+    """Return whether `save_to_disk` wrote a directory."""
     return any((Path(path).expanduser() / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
@@ -43,10 +43,11 @@ def save_with_paths(dataset: Dataset | DatasetDict, path: str | Path) -> None:
 
 class StageFolder:
     """
-    Directory of one stage; it is created. It holds `settings.json`, the stage's images and journals, and at the end
-    `dataset/` (for [`~datasets.load_from_disk`]) and `report.json`. `settings` are what the result depends on:
-    options, and digests of the inputs (see [`digest`]). A directory that was begun with other ones is refused; with
-    `None`, the stage starts from scratch each time.
+    Directory of one stage, created if needed.
+
+    It holds `settings.json`, the images and journals of the stage and, once it is finished, `dataset/` and
+    `report.json`. `settings` are all options and input digests that the result depends on. If the directory was begun
+    with other settings, you get an error. With `settings=None` the stage always starts from scratch.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None):
@@ -57,13 +58,16 @@ class StageFolder:
         self.images = self.path / "images"
         if not self._dataset.exists() and self._replaced.exists():  # killed between the two renames
             os.replace(self._replaced, self._dataset)
-        if settings is None:
-            return
-        # The record after the files that it is asked about: another process may begin the stage meanwhile
+        if settings is not None:
+            self._check_settings(settings)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Record the settings in a new directory, and raise an error if one was begun with others."""
         paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
         files = sorted(str(path) for path in paths if not path.name.startswith("."))
         # Round trip through JSON, so that tuples compare equal
         settings = json.loads(json.dumps(settings))
+        # Read the record last: another process may be starting the stage
         begun = self.settings
         if files and not begun.keys() & settings.keys():
             raise self._foreign(join_first(files), _SETTINGS)
@@ -76,7 +80,7 @@ class StageFolder:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether the stage is finished."""
+        """Return whether the stage is finished."""
         return is_saved(self._dataset)
 
     @property

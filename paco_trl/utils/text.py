@@ -55,7 +55,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Tell whether a value is a non-empty text."""
+    """Return whether a value is a non-empty text."""
     return isinstance(value, str) and bool(value.strip())
 
 
