@@ -106,10 +106,6 @@ def _published_files(script_args: ScriptArguments) -> list[str]:
     return PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER
 
 
-def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
-    check_start(args, _published_files(script_args), is_early=True)
-
-
 def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
     from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
@@ -144,7 +140,13 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
 def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco-trl grpo") -> int:
     """Run the command with the options of the config."""
     text = None if config == "PaCoNFTConfig" else __doc__
-    parser = ImageCommandParser(ScriptArguments, config, prog=prog, description=text, check_start=_check_start_early)
+    parser = ImageCommandParser(
+        ScriptArguments,
+        config,
+        prog=prog,
+        description=text,
+        check_start=lambda script_args, args: check_start(args, _published_files(script_args), is_early=True),
+    )
     train(*parser.parse_args_and_config(arguments))
     return 0
 

@@ -73,9 +73,15 @@ def config_options() -> dict[str, Any]:
     return read_json(Path(__file__).with_name("config_options.json"))
 
 
-def find_unused(args: Any, names: Iterable[str], where: str, *because: str) -> Iterator[OptionError]:
-    """Find typed options without an effect; `where` says why, and `because` names the options that cause it."""
-    if unused := [name for name in names if name in getattr(args, "typed", ())]:
+def find_unused(
+    args: Any, names: Iterable[str], where: str, *because: str, typed_only: bool = True
+) -> Iterator[OptionError]:
+    """
+    Find options without an effect that were typed, or also those that a recipe has set. `where` says why, and
+    `because` names the options that cause it.
+    """
+    typed = getattr(args, "typed", ())
+    if unused := [name for name in names if (name in typed if typed_only else getattr(args, name) is not None)]:
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing {where}. Leave it out.", *unused, *because)
 

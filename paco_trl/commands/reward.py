@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
-from .options import option
+from .options import find_unused, option
 from .parser import CommandParser
 from .script_arguments import check_names, parse_target_modules
 from .training import check_start, train_and_save
@@ -124,10 +124,8 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
         yield OptionError(message, "eval_split", "dataset_split")
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     names, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
-    if unused := [name for name in names if getattr(script_args, name) is not None]:  # also of a recipe
-        flags = ", ".join(f"`--{name}`" for name in unused)
-        message = f"{flags} would do nothing {where} the layout of PaCo-Dataset. Leave it out."
-        yield OptionError(message, *unused, "dataset_split", "dataset_name")
+    where = f"{where} the layout of PaCo-Dataset"
+    yield from find_unused(script_args, names, where, "dataset_split", "dataset_name", typed_only=False)
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:
@@ -182,12 +180,12 @@ def build_parser(*kinds: type, **kwargs) -> CommandParser:
     return CommandParser((ScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
 
 
-def _check_start_early(script_args: ScriptArguments, args: Any) -> None:
-    check_start(args, JUDGE_ADAPTER, is_early=True)
-
-
 def main(arguments: list[str]) -> int:
     """Run the command."""
-    parser = build_parser(prog="paco-trl reward", description=__doc__, check_start=_check_start_early)
+    parser = build_parser(
+        prog="paco-trl reward",
+        description=__doc__,
+        check_start=lambda script_args, args: check_start(args, JUDGE_ADAPTER, is_early=True),
+    )
     train(*parser.parse_args_and_config(arguments))
     return 0

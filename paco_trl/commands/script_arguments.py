@@ -159,9 +159,8 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     if is_full and script_args.adapter is not None:
         message = "`--adapter` and `--use_peft False`, which trains all weights, exclude each other. Leave one out."
         yield OptionError(message, "adapter", "use_peft")
-    elif is_full and (unused := [name for name in lora if getattr(script_args, name) is not None]):
-        flags = ", ".join(f"`--{name}`" for name in unused)
-        yield OptionError(f"{flags} would do nothing with `--use_peft False`. Leave it out.", *unused, "use_peft")
+    elif is_full:
+        yield from find_unused(script_args, lora, "with `--use_peft False`", "use_peft", typed_only=False)
     is_deepspeed = training_args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     is_sharded = is_deepspeed or uses_fsdp()
     settings = (training_args.quantization, is_full, is_sharded, training_args.compile_repeated_blocks)
