@@ -75,9 +75,31 @@ ImageIndex = tuple[int, int]
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page per adapter. Interrupted evaluations resume."""
-    adapters = args.adapter or []
-    folders = args.folders
     base, *adapter_specs = _read_systems(args)
+    script_args, rows, settings = _read_rows(args, base)
+    leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
+    for leak in filter(None, leaks):
+        logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
+    check_judged(script_args, rows.dataset)
+    rewards = Rewards(load_rewards(script_args))
+    rewards.check_group_size(args.num_generations, "num_generations")
+    check_columns(rewards.functions, rows.dataset, "the dataset")
+
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"
+    )
+    models = offloadable_models(rewards.functions, accelerator.device)
+    with sole_writer(args.output_dir, "images"):
+        systems = _generate_systems(args, [base, *adapter_specs], leaks, settings, rows, accelerator)
+        with placed_on(models, accelerator.device):
+            for system in systems:
+                system["scores"] = _score(rewards, rows, system["files"], system["folder"])
+        if accelerator.is_main_process:
+            _write_pages(args, systems, rows, rewards.names)
+
+
+def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArguments, PromptRows, dict[str, Any]]:
+    """Read the prompts; return them with the options of training that they have, and the settings of all images."""
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     class_name = class_name if isinstance(class_name, str) else class_name[-1]
     family = FAMILIES.get(class_name)
@@ -105,51 +127,49 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
         rows.resolve_for_pipeline(pipeline, get_family(pipeline))
-    leaks = [None, *(_find_leak(spec, rows) for spec in adapter_specs)]
-    for leak in filter(None, leaks):
-        logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
-    check_judged(script_args, rows.dataset)
-    rewards = Rewards(load_rewards(script_args))
-    rewards.check_group_size(args.num_generations, "num_generations")
-    check_columns(rewards.functions, rows.dataset, "the dataset")
+    return script_args, rows, settings
 
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"
-    )
-    models = offloadable_models(rewards.functions, accelerator.device)
-    output_dir = Path(args.output_dir)
-    sources = output_dir / "base" / "sources"  # source images of prompts
+
+def _generate_systems(
+    args: PromptsArguments,
+    specs: list[PipelineSpec],
+    leaks: list[str | None],
+    settings: dict[str, Any],
+    rows: PromptRows,
+    accelerator: Accelerator,
+) -> list[dict[str, Any]]:
+    """Generate the missing images of the base model and the adapters; return the files and descriptions of all."""
     systems: list[dict[str, Any]] = []
     public_settings = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
-    with sole_writer(output_dir, "images"):
-        specs = [base, *adapter_specs]
-        for name, adapter, spec, leak in zip(folders, [None, *adapters], specs, leaks, strict=True):
-            weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
-            folder = StageFolder(output_dir / name, settings | weights).images
-            indices = itertools.product(range(len(rows)), range(args.num_generations))
-            files = {(row, image): folder / str(row) / f"{image}.png" for row, image in indices}
-            if not all(path.exists() for path in files.values()):
-                _generate(spec, settings, rows, files, accelerator)
-                gc.collect()
-            role = "tuned" if adapter else "base"
-            title = public_name(adapter or base.model)
-            systems.append({"role": role, "name": title, "settings": public_settings, "files": files, "leak": leak})
-        with placed_on(models, accelerator.device):
-            for name, system in zip(folders, systems, strict=True):
-                system["scores"] = _score(rewards, rows, system["files"], output_dir / name)
-        if not accelerator.is_main_process:
-            return
-        rows.sources = rows.sources or rows.references  # whether or not any image was missing
-        for number in range(len(rows)):
-            for image in rows.images(number)[:1]:
-                write_atomically(sources / f"{number}.png", to_png(image))
-        for name, system in list(zip(folders, systems, strict=True))[len(adapters) > 0 :]:
-            page_systems = [systems[0], system] if adapters else [system]
-            dataset_name = public_name(str(args.dataset_name))
-            results = _results(dataset_name, rows, rewards.names, page_systems, sources)
-            paths = save_generation_report(results, output_dir / name, args.num_shown)
-            print_report(results, console := Console())
-            console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
+    for name, adapter, spec, leak in zip(args.folders, [None, *(args.adapter or [])], specs, leaks, strict=True):
+        weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
+        folder = Path(args.output_dir) / name
+        images = StageFolder(folder, settings | weights).images
+        indices = itertools.product(range(len(rows)), range(args.num_generations))
+        files = {(row, image): images / str(row) / f"{image}.png" for row, image in indices}
+        if not all(path.exists() for path in files.values()):
+            _generate(spec, settings, rows, files, accelerator)
+            gc.collect()
+        system = {"role": "tuned" if adapter else "base", "name": public_name(adapter or spec.model), "leak": leak}
+        systems.append(system | {"settings": public_settings, "folder": folder, "files": files})
+    return systems
+
+
+def _write_pages(
+    args: PromptsArguments, systems: list[dict[str, Any]], rows: PromptRows, reward_names: list[str]
+) -> None:
+    """Write and print the results of each adapter beside its base model, or of the base model alone."""
+    sources = Path(args.output_dir) / "base" / "sources"  # source images of prompts
+    rows.sources = rows.sources or rows.references  # whether or not any image was missing
+    for number in range(len(rows)):
+        for image in rows.images(number)[:1]:
+            write_atomically(sources / f"{number}.png", to_png(image))
+    base, *tuned = systems
+    for page_systems in [[base, system] for system in tuned] or [[base]]:
+        results = _results(public_name(str(args.dataset_name)), rows, reward_names, page_systems, sources)
+        paths = save_generation_report(results, page_systems[-1]["folder"], args.num_shown)
+        print_report(results, console := Console())
+        console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
 
 def _read_systems(args: PromptsArguments) -> list[PipelineSpec]:
