@@ -137,7 +137,7 @@ def commands() -> dict[str, tuple[str, str, str]]:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMANDS":
             found = ast.literal_eval(node.value)
             places = {name: path.split(".")[2].partition(":") for name, (path, _) in found.items()}
-            return {name: (places[name][0], places[name][2] or "main", text) for name, (_, text) in found.items()}
+            return {name: (places[name][0], places[name][2], text) for name, (_, text) in found.items()}
     return {}
 
 

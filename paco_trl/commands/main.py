@@ -26,15 +26,15 @@ from ..utils.text import read_text
 from . import flow_factory
 
 
-# Command -> its module (with the function if it is not `main(argv) -> int`), and its summary. Modules are only
-# imported to run a command, since torch, diffusers and TRL take seconds.
+# Command -> its function of `argv`, which returns an exit code, and its summary. Modules are only imported to run a
+# command, since torch, diffusers and TRL take seconds.
 COMMANDS = {
-    "grpo": ("paco_trl.commands.grpo", "trains an image model with PaCo-GRPO"),
+    "grpo": ("paco_trl.commands.grpo:main", "trains an image model with PaCo-GRPO"),
     "nft": ("paco_trl.commands.grpo:main_nft", "trains an image model with DiffusionNFT"),
-    "reward": ("paco_trl.commands.reward", "trains a judge of consistency"),
-    "evaluate": ("paco_trl.commands.evaluate_arguments", "evaluates an image model, or a judge"),
-    "build": ("paco_trl.commands.build_arguments", "builds a dataset of pairs for a judge"),
-    "doctor": ("paco_trl.commands.doctor_arguments", "checks a model, a dataset and settings before training"),
+    "reward": ("paco_trl.commands.reward:main", "trains a judge of consistency"),
+    "evaluate": ("paco_trl.commands.evaluate_arguments:main", "evaluates an image model, or a judge"),
+    "build": ("paco_trl.commands.build_arguments:main", "builds a dataset of pairs for a judge"),
+    "doctor": ("paco_trl.commands.doctor_arguments:main", "checks a model, a dataset and settings before training"),
     "push": ("paco_trl.commands.model_arguments:main_push", "uploads the saved model of a run to the Hub"),
     "space": (
         "paco_trl.commands.model_arguments:main_space",
@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "merge": ("paco_trl.commands.model_arguments:main_merge", "merges an adapter into the weights of its base model"),
     "serve": ("paco_trl.commands.model_arguments:main_serve", "serves a judge with vLLM, for rewards over HTTP"),
-    "env": ("paco_trl.commands.env", "prints versions and devices, for a bug report"),
+    "env": ("paco_trl.commands.env:main", "prints versions and devices, for a bug report"),
 }
 _TRAINING = ("grpo", "nft", "reward")
 _RESUMABLE = ("build", "evaluate")
@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int | str | None:
         if command in (*_TRAINING, "doctor") and not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries would fill a log file
         module, _, function = COMMANDS[command][0].partition(":")
-        return getattr(import_module(module), function or "main")(argv)
+        return getattr(import_module(module), function)(argv)
 
     return run_command(command, run)
 

@@ -81,8 +81,8 @@ class CommandParser(argparse.ArgumentParser):
         check_start: Callable[..., None] = lambda *parsed: None,
         **kwargs,
     ):
-        named = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
-        kwargs = {"usage": f"%(prog)s {named}[--config FILE] [options]", **kwargs}
+        positional_usage = "" if positional is None else f"{positional.removesuffix('_name_or_path').upper()} "
+        kwargs = {"usage": f"%(prog)s {positional_usage}[--config FILE] [options]", **kwargs}
         super().__init__(allow_abbrev=False, add_help=False, **kwargs)
         self.positional = positional
         self.is_launched = is_launched
@@ -92,22 +92,24 @@ class CommandParser(argparse.ArgumentParser):
         self.launching: dict[str, Any] = {}
         self.options_of: dict[type | str, dict[str, dict[str, Any]]] = {}
         libraries: set[str] = set()
-        for kind in classes if isinstance(classes, tuple) else (classes,):
-            if isinstance(kind, str):
+        for config in classes if isinstance(classes, tuple) else (classes,):
+            if isinstance(config, str):
                 described = config_options()
-                of_class = {base: described["options"][base] for base in described["bases"][kind]}
-                self.options_of[kind] = {name: option for part in of_class.values() for name, option in part.items()}
-                hidden = {*hidden, *described["unsupported"][kind]}
-                libraries |= {*self.options_of[kind]}.difference(
-                    *(of_class[base] for base in of_class if "PaCo" in base)
+                options_by_base = {base: described["options"][base] for base in described["bases"][config]}
+                self.options_of[config] = {
+                    name: option for options in options_by_base.values() for name, option in options.items()
+                }
+                hidden = {*hidden, *described["unsupported"][config]}
+                libraries |= {*self.options_of[config]}.difference(
+                    *(options for base, options in options_by_base.items() if "PaCo" in base)
                 )
             else:
-                self.options_of[kind] = declared_options(kind)
+                self.options_of[config] = declared_options(config)
         self.defaults = {
-            kind: {name: option.get("default") for name, option in part.items()}
-            for kind, part in self.options_of.items()
+            config: {name: option.get("default") for name, option in options.items()}
+            for config, options in self.options_of.items()
         }
-        options = {name: option for part in self.options_of.values() for name, option in part.items()}
+        options = {name: option for options in self.options_of.values() for name, option in options.items()}
         # argparse takes -1e-4 for an option: https://github.com/python/cpython/issues/105712 (Python 3.11 to 3.13)
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
         self.nullable = {name for name, option in options.items() if option.get("nullable")}
