@@ -20,10 +20,10 @@ from paco_trl.data.columns import typed_dataset
 from paco_trl.image_benchmarks.gedit_protocols import read_answer
 from paco_trl.rewards import JudgeUnavailableError, RubricReward, WordsReward
 from paco_trl.rewards.words import read_words_prompt
+from paco_trl.rewards.written_scores import read_scores
 from paco_trl.utils.errors import OptionError
 from paco_trl.utils.files import read_template
 from paco_trl.utils.fingerprint import describe_code
-from paco_trl.utils.written_scores import read_scores
 from testing_utils import close, noise, plain
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageOps
 
 from ..evaluation.runs import check_protocol
+from ..rewards.written_scores import read_scores, score_of, valid_scores
 from ..utils.chat import ChatRequest
 from ..utils.files import read_template
 from ..utils.images import data_url
 from ..utils.text import read_text
-from ..utils.written_scores import read_scores, score_of, valid_scores
 
 
 # Placeholder of the instruction

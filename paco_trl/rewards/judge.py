@@ -27,7 +27,7 @@ from ..utils.model_files import find_model_file
 from ..utils.names import public_name
 from ..utils.text import is_text, shorten
 from ..utils.vision_language import check_text, load_image, patch_size_of
-from ..utils.written_scores import read_scores
+from .written_scores import read_scores
 
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class ServedJudge:
     ) -> Future[list[Answer]]:
         """
         Let the model answer in words, and read the scores that it writes: of each question, a tuple of `count` numbers
-        from 0 to `best`, from [`~paco_trl.utils.written_scores.read_scores`]. An answer with a seed is sampled.
+        from 0 to `best`, from [`~paco_trl.rewards.written_scores.read_scores`]. An answer with a seed is sampled.
         `labels` are texts before the images.
         """
         specs = [_in_words(count, best, seed) for count, seed in zip(counts, seeds, strict=True)]

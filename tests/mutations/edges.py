@@ -937,7 +937,7 @@ BENCHMARKS = [
         ("PUBLISHED_ATTEMPTS = 2", "PUBLISHED_ATTEMPTS = 3"),
     ),
     *_mutants(
-        "utils/written_scores.py",
+        "rewards/written_scores.py",
         "test_gedit.py::test_answers test_words_rewards.py::TestParser",
         ("0 <= score <= best for", "0 <= score for"),
         ("type(score) in (int, float)", "isinstance(score, (int, float))"),
