@@ -52,7 +52,7 @@ JUDGE_ANSWERS = "Answers to each question of `words:`; more than one are sampled
 class PromptDataArguments:
     """Pipeline, and the prompts that it gets."""
 
-    # Of an instance, by the parser: the user's options, and those of them that no file has
+    # Set by the parser: the options that you gave, and those among them that were on the command line
     typed: ClassVar[Set[str]] = frozenset()
     on_command_line: ClassVar[Set[str]] = frozenset()
 
