@@ -379,10 +379,7 @@ class MeasuredEncoder(PromptEncoder):
 class NothingEncoded(MeasuredEncoder):
     """Encode nothing before the round: the inputs of a micro-batch are set when it is generated."""
 
-    def encode(self, rows, numbers, scale=1.0, ahead=()) -> None:
-        pass
-
-    def fetch(self, of_round, numbers, scale=1.0) -> EncodedRows:
+    def encode(self, of_round, numbers, scale=1.0, ahead=()) -> EncodedRows:
         rows = of_round.rows
 
         def prepare(number: int) -> list[Image.Image]:

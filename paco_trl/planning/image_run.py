@@ -88,7 +88,9 @@ class ImageRun:
         self.evaluates = eval_dataset is not None
         eval_rows = rows
         if eval_dataset is not None:
-            eval_rows = PromptRows(eval_dataset, self.args, "the evaluation dataset").resolve_for_pipeline(*measured_for)
+            eval_rows = PromptRows(eval_dataset, self.args, "the evaluation dataset").resolve_for_pipeline(
+                *measured_for
+            )
         self.image = PlannedImage.largest(rows, rows.training_sizes, self.args.resolution_scale)
         self.eval_image = PlannedImage.largest(eval_rows, eval_rows.inference_sizes, 1.0)
         self.size = "{} x {}".format(*self.image.size)
