@@ -144,8 +144,8 @@ class TestInOneProcess:
     ):
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, step, signal={**at, "number": number})
-        (line,) = [line for line in run.output_text().splitlines() if line.startswith("StopRequested by")]
-        assert f"StopRequested by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
+        assert f"Stopped by {number.name} at step {step}," in line and f"{output}/checkpoint-{step}" in line
         assert (output / f"checkpoint-{step}" / "rollout_0.pt").exists() == is_round_pending
         state = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert is_evaluated == any("eval_reward" in entry for entry in state["log_history"] if entry["step"] == step)
@@ -165,7 +165,7 @@ class TestInOneProcess:
         """Or the scheduler would kill the process, and see that in place of the code to try again."""
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, 2, reward_funcs=Hanging(kind), eval_strategy="no")
-        assert "StopRequested by SIGTERM at step 2," in run.output_text()
+        assert "Stopped by SIGTERM at step 2," in run.output_text()
 
     def test_auto_begins_where_there_is_nothing(self, context, tiny_flux, uninterrupted, tmp_path):
         output = tmp_path / "out"
@@ -178,8 +178,8 @@ class TestInOneProcess:
         """In a generation, and in that of the round it resumes with: the checkpoint is not written again."""
         output = tmp_path / "out"
         run = stop(context, tiny_flux, output, 4, signal=GENERATION)
-        (line,) = [line for line in run.output_text().splitlines() if line.startswith("StopRequested by")]
-        assert "StopRequested by SIGTERM at step 4," in line and f"{output}/checkpoint-4" in line
+        (line,) = [line for line in run.output_text().splitlines() if line.startswith("Stopped by")]
+        assert "Stopped by SIGTERM at step 4," in line and f"{output}/checkpoint-4" in line
         assert not (output / "checkpoint-4" / "rollout_0.pt").exists()
         written = (output / "checkpoint-4" / "run.json").stat().st_mtime_ns
         stop(context, tiny_flux, output, 4, resume="auto", signal=GENERATION)
@@ -237,7 +237,7 @@ class TestInOneProcess:
         if is_repeated:
             assert saved == [] and said.endswith("paco-trl grpo: stopped. Nothing is saved.\n")
         else:
-            assert saved == ["checkpoint-2"] and "StopRequested by Ctrl-C at step 2, which is saved in" in said
+            assert saved == ["checkpoint-2"] and "Stopped by Ctrl-C at step 2, which is saved in" in said
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     @pytest.mark.parametrize("is_enabled", [True, False])
@@ -298,7 +298,7 @@ class TestInTwoProcesses:
         output = tmp_path / "out"
         at = {**at, "number": signal.SIGUSR1}
         run = stop(context, tiny_flux, output, step, [EXIT_CODE] * 2, signal=at, **self.SETTINGS)
-        assert run.output_text().count("StopRequested by SIGUSR1") == 1
+        assert run.output_text().count("Stopped by SIGUSR1") == 1
         check_same_end(Run(context, tiny_flux, output, resume="auto", **SETTINGS, **self.SETTINGS), whole)
 
     def test_with_zero3(self, context, tiny_flux, tmp_path):
@@ -379,7 +379,7 @@ class TestCommands:
         finally:
             process.kill()
         (latest, *_), printed = list_checkpoints(tmp_path / "out"), (tmp_path / "log").read_text()
-        assert printed.count(f"StopRequested by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
+        assert printed.count(f"Stopped by SIGUSR1 at step {latest.name.split('-')[1]},") == 1, printed[-3000:]
         assert "on 2 process(es)" in printed and re.search(r"^ *step +redness +size ", printed, re.MULTILINE)
         assert not incomplete_files(latest) and "Traceback" not in printed
 

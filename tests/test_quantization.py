@@ -234,14 +234,14 @@ class TestOtherWays:
         assert logs_with(trainer, "ratio_deviation_on_policy/step_1") == [0.0]
         assert "fp4" in trainer._identity["quantization"]
 
-    @pytest.mark.parametrize("is_full_transformer", [True, False])
-    def test_in_the_trainers_signature(self, make_trainer, config, tiny_flux, is_full_transformer):
+    @pytest.mark.parametrize("is_whole", [True, False])
+    def test_in_the_trainers_signature(self, make_trainer, config, tiny_flux, is_whole):
         """As of TRL's trainers; that of a single model is of the transformer alone."""
-        given = config if is_full_transformer else config.quant_mapping["transformer"]
+        given = config if is_whole else config.quant_mapping["transformer"]
         trainer = make_trainer(quantization_config=given, max_steps=1)
         assert describe_quantization(trainer.pipeline.transformer)
         assert bool(describe_quantization(trainer.pipeline.text_encoder_2)) is (
-            is_full_transformer and "text_encoder_2" in config.quant_mapping
+            is_whole and "text_encoder_2" in config.quant_mapping
         )
         trainer.train()
         with pytest.raises(ValueError, match="also in `model_init_kwargs`"):

@@ -30,7 +30,7 @@ GIB = 2**20  # in the KiB that Linux counts
 
 
 def planted(rows: int, dimensions: int, subjects: int) -> np.ndarray:
-    """SampleKey vectors, float32: cosine 0.83 on average within a subject, 0.98 between a prompt and its near-copy."""
+    """Unit vectors, float32: cosine 0.83 on average within a subject, 0.98 between a prompt and its near-copy."""
     rng = np.random.default_rng(0)
     frequency = 1 / np.arange(1, subjects + 1)
     of_subject = rng.choice(subjects, rows, p=frequency / frequency.sum())

@@ -384,13 +384,13 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
     _check_columns(dataset, "dataset")
     path = _cache_file(dataset)
     if datasets.is_caching_enabled() and path.is_file():
-        grpo_config_errors = json.loads(path.read_text(encoding="utf-8"))
+        image_errors = json.loads(path.read_text(encoding="utf-8"))
     else:
-        grpo_config_errors = _decode_images(dataset, num_proc)
+        image_errors = _decode_images(dataset, num_proc)
         if datasets.is_caching_enabled():
             with suppress(OSError):  # the cache may be read-only
-                write_atomically(path, json.dumps(grpo_config_errors))
-    errors = {int(row): text for row, text in grpo_config_errors.items()} | dict(_find_invalid_rows(dataset))
+                write_atomically(path, json.dumps(image_errors))
+    errors = {int(row): text for row, text in image_errors.items()} | dict(_find_invalid_rows(dataset))
     report_broken_rows([f"Row {row}: {errors[row]}" for row in sorted(errors)], len(dataset), "rows", skip_broken)
     rows = [row for row in range(len(dataset)) if row not in errors]
     valid_pairs = dataset.select(rows) if errors else dataset

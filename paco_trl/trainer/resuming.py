@@ -147,7 +147,7 @@ class ExactResumeMixin(HubTrainer):
                         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
                         how = "the same command with `--resume_from_checkpoint auto` continues from there"
                         where = f"at step {step}, which is saved in '{folder}': {how}"
-                    text = f"StopRequested by {stopped.signal} {where}."
+                    text = f"Stopped by {stopped.signal} {where}."
                 if stopped.is_interrupt:  # the caller may go on, and save for example
                     raise KeyboardInterrupt(text) from None
                 if stopped.by_all:

@@ -64,7 +64,11 @@ def _handle(number: int, frame) -> None:
 
 @contextmanager
 def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
-    """Raise `StopRequested` at a signal, or after `defer_stop_signals` when the processes agree; a second one ends the process."""
+    """
+    Raise `StopRequested` at a signal, or after `defer_stop_signals` when the processes agree.
+
+    A second signal ends the process.
+    """
     global _received, _is_deferred
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there
         yield
