@@ -84,7 +84,7 @@ def commit_checkpoint(staging_dir: Path, output_dir: str | Path, run: dict) -> P
 
 
 def _find_replaced(folder: Path) -> dict[Path, Path]:
-    """Find checkpoints that are only in the staging folder, after a kill between the two renames of `commit_checkpoint`."""
+    """Find checkpoints only in the staging folder, after a kill between the two renames of `commit_checkpoint`."""
     paths = {folder / path.name.removeprefix("replaced-"): path for path in (folder / STAGING).glob("replaced-*")}
     return {checkpoint: path for checkpoint, path in paths.items() if incomplete_files(checkpoint)}
 

@@ -109,9 +109,9 @@ class RewardScorer:
     """
     Calls rewards while images are generated.
 
-    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL` images
-    at a time: which images share a call does not depend on timing, so that a reward whose rounding depends on its
-    batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions
+    Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL`
+    completions at a time: which ones share a call does not depend on timing, so that a reward whose rounding depends
+    on its batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions
     of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards
     are also called after generation, while their models are on the accelerator.
     """
