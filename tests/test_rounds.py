@@ -43,7 +43,7 @@ def assign(round_plan, sizes, seed):
     """The images of each process and batch, numbered by prompt."""
     numbers = range(len(sizes) * round_plan.num_generations)
     samples = [SimpleNamespace(number=n, size=sizes[n // round_plan.num_generations]) for n in numbers]
-    dealt = round_plan.deal(samples, seed)
+    dealt = round_plan.shard(samples, seed)
     return np.array([[[sample.number for sample in batch.samples] for batch in mine] for mine in dealt])
 
 

@@ -49,7 +49,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.resolution import training_size
 from ..trainer.checks import (
     check_panels_used,
-    check_round_fits_dataset,
+    fit_round_to_dataset,
     offload_models,
     read_eval_rows,
     read_train_rows,
@@ -264,7 +264,7 @@ def check_data(state: DoctorState) -> str | list[Row]:
         )
     finding = " Evaluation: ".join(findings)
     try:
-        check_round_fits_dataset(args, rows[0])
+        fit_round_to_dataset(args, rows[0])
     except ValueError as error:  # the plan does not depend on it
         return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
     schedule = RoundSchedule(args, rows[0].lengths)

@@ -42,7 +42,7 @@ def read_train_rows(dataset: Dataset, args: PaCoGRPOConfig, rewards: Rewards) ->
     return rows
 
 
-def check_round_fits_dataset(args: PaCoGRPOConfig, rows: PromptRows) -> None:
+def fit_round_to_dataset(args: PaCoGRPOConfig, rows: PromptRows) -> None:
     """Fit a round of the default size to the training prompts; refuse fewer prompts than a round takes."""
     count = len(rows.image_prompts)
     args.fit_round(count)

@@ -395,7 +395,7 @@ class PaCoGRPOConfig(GRPOConfig):
         batch = plan.num_processes * plan.rollout_batch_size * plan.num_optimizer_steps
         return [number for number in range(1, count + 1) if number * plan.num_generations % batch == 0]
 
-    def check_round_fits_dataset(self, count: int) -> None:
+    def fit_round(self, count: int) -> None:
         """Make a round of the default size as small as a dataset of that many prompts requires, if it can be."""
         plan = self.round_plan
         fitting = self.fitting_prompts(count)

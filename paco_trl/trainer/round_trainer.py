@@ -86,7 +86,7 @@ from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCa
 from .checks import (
     check_panels_used,
     check_prompts,
-    check_round_fits_dataset,
+    fit_round_to_dataset,
     offload_models,
     read_eval_rows,
     read_train_rows,
@@ -180,7 +180,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
         self.train_rows = read_train_rows(train_dataset, args, self.rewards)
-        check_round_fits_dataset(args, self.train_rows)
+        fit_round_to_dataset(args, self.train_rows)
         eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         warn_of_trained_rows(self.train_rows, eval_rows)
