@@ -31,7 +31,8 @@ from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.commands.training import train_and_save
 from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
-from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rewards.errors import RewardError
+from paco_trl.rewards.weighting import Rewards
 from paco_trl.utils import errors, option_checks
 from paco_trl.utils.errors import OptionError, is_user_error, raise_errors
 from paco_trl.utils.text import number_text

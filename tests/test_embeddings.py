@@ -17,7 +17,7 @@ from paco_trl.rollout import policy
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.trainer import evaluator, round_trainer
-from paco_trl.trainer.round_trainer import ROUNDS_AHEAD
+from paco_trl.trainer.round_schedule import ROUNDS_AHEAD
 from paco_trl.utils.placement import placed_on
 from test_editing_training import dataset, klein, make  # noqa: F401  (fixtures)
 from testing_utils import are_equal, count_images, weights_of

@@ -16,7 +16,7 @@ import launching
 from judge_server import JudgeServer, LoopClock
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer
 from paco_trl.rewards import ConsistencyReward, redness_reward
-from paco_trl.rewards.weighting import RewardError
+from paco_trl.rewards.errors import RewardError
 from paco_trl.utils.processes import end_training
 from testing_utils import LORA, SMALL_RUN, are_equal, logs_with, square_prompts, weights_of
 

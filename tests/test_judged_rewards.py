@@ -25,9 +25,10 @@ from paco_trl.rewards import (
     ServedJudge,
     panel_similarity_reward,
 )
+from paco_trl.rewards.errors import RewardError
 from paco_trl.rewards.judge_rewards import select_pairs
 from paco_trl.rewards.limits import check_evaluation_scores, check_failures
-from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rewards.weighting import Rewards
 from testing_utils import plain
 
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from kill_runs import Run, relative_difference
 from launching import fork_context
 from paco_trl.rewards import redness_reward
-from paco_trl.rewards.weighting import RewardError
+from paco_trl.rewards.errors import RewardError
 from testing_utils import are_equal, entries_of, sheets_of, weights_of
 
 

@@ -26,9 +26,10 @@ from paco_trl.rewards import (
     redness_reward,
 )
 from paco_trl.rewards.checks import check_columns
+from paco_trl.rewards.errors import RewardError
 from paco_trl.rewards.named_rewards import NAMED_REWARDS
 from paco_trl.rewards.scoring import RewardScorer
-from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.rounds import Round
 from paco_trl.utils.option_checks import check_required
 

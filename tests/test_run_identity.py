@@ -40,6 +40,7 @@ from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
+from paco_trl.utils.differences import differences
 from paco_trl.utils.fingerprint import (
     describe,
     describe_code,
@@ -47,7 +48,6 @@ from paco_trl.utils.fingerprint import (
     file_digest,
     weights_fingerprint,
 )
-from paco_trl.utils.text import differences
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 from tiny_models import build_tiny_clip

@@ -17,9 +17,10 @@ from diffusers import AutoencoderKL, FluxPipeline
 from torch import nn
 
 from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
+from paco_trl.rewards.errors import RewardError
 from paco_trl.rewards.limits import check_failures
 from paco_trl.rewards.scoring import RoundScoring, offloadable_models
-from paco_trl.rewards.weighting import RewardError, Rewards
+from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.policy import as_float32
 from testing_utils import are_equal, entries_of, jsonl, logs_with, wait_until, weights_of
 

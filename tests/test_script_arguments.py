@@ -37,7 +37,7 @@ from paco_trl.rewards import (
     LayoutReward,
     redness_reward,
 )
-from paco_trl.rewards.weighting import RewardError
+from paco_trl.rewards.errors import RewardError
 from paco_trl.rollout.loading import check_config
 from paco_trl.utils.errors import OptionError
 

@@ -28,7 +28,7 @@ from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch, Round
 from paco_trl.rollout.sde import STREAMS
 from paco_trl.trainer.round_schedule import RoundSchedule
-from paco_trl.utils.text import differences
+from paco_trl.utils.differences import differences
 from test_short_tail import RunsOfOptions
 from testing_utils import are_equal, entries_of, jsonl, logs_with, sheets_of, weights_of
 

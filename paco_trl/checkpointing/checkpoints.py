@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, get_published_files
+from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import apply_umask, read_record
 from ..utils.locks import take_lock
-from ..utils.text import differences
 
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, get_published_files, select_files
+from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import file_on_path, read_record, write_atomically
 from ..utils.model_files import CARD_DATA_FILE
-from ..utils.text import differences
 from .checkpoints import delete_checkpoint, incomplete_files, list_checkpoints, read_run
 
 

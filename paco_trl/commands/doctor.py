@@ -40,8 +40,9 @@ from ..hub.repositories import HTTPError, check_repo, check_repo_contents
 from ..planning import MemoryPlan, plan_memory
 from ..planning.known_models import resolve_model_configs
 from ..planning.plan import USABLE_FRACTION, format_size
+from ..rewards.errors import RewardError
 from ..rewards.scoring import reward_arguments
-from ..rewards.weighting import RewardError, Rewards
+from ..rewards.weighting import Rewards
 from ..rollout import get_family
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights

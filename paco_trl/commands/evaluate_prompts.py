@@ -260,18 +260,20 @@ def _generate(spec: PipelineSpec, settings: dict, rows: PromptRows, files: dict,
     policy = Policy(recording_pipeline, accelerator, scale, offload_embeddings=True)
     key = (settings["seed"], STREAMS["evaluation"], 0)
     sizes = rows.inference_sizes
-    round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
+    evaluation_round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
     calls = [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
 
     def generate(number: int) -> dict:
-        completion = round.completions[number]
+        completion = evaluation_round.completions[number]
         with torch.no_grad():
             policy.encoder.prefetch(
                 rows, [completion.row_index], ahead=range(completion.row_index + 1, len(rows))[:ROWS_AHEAD]
             )
             batches = [Batch([sample]) for sample in completion.samples]
             # The last image completes a set
-            *_, (completed_set,) = policy.rollout(round, batches, settings["num_inference_steps"], is_collective=False)
+            *_, (completed_set,) = policy.rollout(
+                evaluation_round, batches, settings["num_inference_steps"], is_collective=False
+            )
         image, completed_set.image = completed_set.image, None
         return dict(zip(calls[number], [image], strict=True))
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..utils.differences import changes
 from ..utils.files import read_template, write_atomically
 from ..utils.fingerprint import HARMLESS_IN_SCORERS
 from ..utils.option_checks import PROTOCOLS
 from ..utils.papers import PAPER
-from ..utils.text import changes, interval_text, markdown_table, number_text, read_json, without_nan
+from ..utils.text import interval_text, markdown_table, number_text, read_json, without_nan
 
 
 PACKAGES = ("paco_trl", "torch", "transformers", "datasets", "scipy", "numpy", "pillow")

@@ -11,9 +11,10 @@ import numpy as np
 import yaml
 
 from ..evaluation.runs import check_protocol
+from ..utils.differences import differences
 from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
-from ..utils.text import differences, join_first
+from ..utils.text import join_first
 from .score_store import Scores
 from .system_images import SystemImages
 

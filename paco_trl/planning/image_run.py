@@ -18,7 +18,7 @@ from ..rollout.adapters import SavedAdapter, read_peft_config
 from ..rollout.prompt_rows import PromptRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..trainer.paco_nft_config import PaCoNFTConfig
-from ..trainer.round_trainer import ROUNDS_AHEAD
+from ..trainer.round_schedule import ROUNDS_AHEAD
 from .judge_run import QUESTION_TOKENS, JudgeNetwork, judge_tokens
 from .peaks import cached_method, extrapolate, weights_bytes
 from .plan import (
@@ -158,51 +158,57 @@ class ImageRun:
         return {"activations of the judge": max(peaks, default=0)}
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
-        args = self.args
-        image = self.image
-        eval_image = self.eval_image
-        step, decoding = self._generation_peaks(
-            plan, image, plan.batch_size * args.round_plan.micro_batches_per_rollout_batch
-        )
-        evaluating = max(self._generation_peaks(plan, eval_image, args.per_device_eval_batch_size))
-        training = extrapolate(
-            self.pipeline.training_peak, plan.batch_size, image, plan.gradient_checkpointing, plan.quantization
-        )
-        judging, eval_judging = (self._judge_activations(plan, seen) for seen in (image, eval_image))
-
+        """Return what each phase of training keeps on the device and on the host."""
         always, micro_batch = self._training_bytes(plan)
-        # Between rounds the text encoders replace the frozen weights on the device, except with DeepSpeed and FSDP
-        encoding = {
-            "latents and embeddings": 0,
-            "text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders),
-        }
-        encoding |= {} if plan.is_sharded else {"frozen weights": 0}
-        rollout = self._generating(plan, always, self.has_old_policy)
-        evaluation = self._generating(plan, always, args.ema_decay is not None)
-        # Rewards run while the next images are generated, and offloaded ones after the last
-        if plan.offload_rewards:
-            visit = always | {"rewards": self._rewards_bytes(plan)}
-            eval_visit = visit | {"weights set aside": evaluation["weights set aside"]} | eval_judging
-            scoring = visit | judging
-            evaluation = max_by_total(evaluation | {"activations": evaluating}, eval_visit)
-        else:
-            scoring = rollout | {"activations": max(step, decoding)} | judging
-            evaluation |= {"activations": evaluating} | eval_judging
+        training = extrapolate(
+            self.pipeline.training_peak, plan.batch_size, self.image, plan.gradient_checkpointing, plan.quantization
+        )
         device = {
             "load": {},
-            "encode": always | encoding,
-            "generate": rollout | {"activations": step},
-            "decode": rollout | {"activations": decoding},
-            "score": scoring,
+            "encode": always | self._encoding(plan),
+            **self._rollout_phases(plan, always),
             "train": always | micro_batch | {"activations": training},
         }
         if self.evaluates:
-            device["evaluate"] = evaluation
+            device["evaluate"] = self._evaluation(plan, always)
         loading = self._host_memory(plan, is_loading=True)
         running = self._host_memory(plan)
         return [
             Phase(name, uses, *(loading if name in ("load", "encode") else running)) for name, uses in device.items()
         ]
+
+    def _encoding(self, plan: MemoryPlan) -> dict[str, int]:
+        """Return what changes on the device while prompts are encoded."""
+        uses = {"latents and embeddings": 0, "text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders)}
+        # The text encoders replace the frozen weights on the device, except with DeepSpeed and FSDP
+        return uses if plan.is_sharded else uses | {"frozen weights": 0}
+
+    def _rollout_phases(self, plan: MemoryPlan, always: dict[str, int]) -> dict[str, dict[str, int]]:
+        """Return the uses of the device while images are generated, decoded and scored."""
+        batch_size = plan.batch_size * self.args.round_plan.micro_batches_per_rollout_batch
+        step, decoding = self._generation_peaks(plan, self.image, batch_size)
+        rollout = self._generating(plan, always, self.has_old_policy)
+        # Rewards run while the next images are generated, and offloaded ones after the last
+        scoring = rollout | {"activations": max(step, decoding)}
+        if plan.offload_rewards:
+            scoring = always | {"rewards": self._rewards_bytes(plan)}
+        return {
+            "generate": rollout | {"activations": step},
+            "decode": rollout | {"activations": decoding},
+            "score": scoring | self._judge_activations(plan, self.image),
+        }
+
+    def _evaluation(self, plan: MemoryPlan, always: dict[str, int]) -> dict[str, int]:
+        """Return the uses of the device in an evaluation, where they are most."""
+        generating = self._generating(plan, always, self.args.ema_decay is not None)
+        peaks = self._generation_peaks(plan, self.eval_image, self.args.per_device_eval_batch_size)
+        activations = {"activations": max(peaks)}
+        judging = self._judge_activations(plan, self.eval_image)
+        if not plan.offload_rewards:
+            return generating | activations | judging
+        name = "weights set aside"
+        scoring = always | {"rewards": self._rewards_bytes(plan), name: generating[name]} | judging
+        return max_by_total(generating | activations, scoring)
 
     def _training_bytes(self, plan: MemoryPlan) -> TrainingBytes:
         memory = training_memory(
@@ -260,6 +266,7 @@ class ImageRun:
         return plan.host_memory(allocated, mapped, weights)
 
     def commands(self, plan: MemoryPlan) -> list[Phase]:
+        """Return what the other commands keep on the device and on the host with the trained model."""
         is_adapter = isinstance(self.pipeline.model, PeftModel)
         encoding = {"text encoders": self._frozen_bytes(plan, *self.pipeline.text_encoders)}
         frozen = {"frozen weights": self._frozen_bytes(plan, self.pipeline.model)}

@@ -102,7 +102,7 @@ class PlannedPipeline:
             if isinstance(component, nn.Module):
                 with skip_equal_blocks(component):  # skipped blocks are counted, but not called
                     fake_weights(component, self.mode)
-        self.policy = RecordingPipeline(pipeline, self.family, self.model.train(), self.signature)
+        self.recording_pipeline = RecordingPipeline(pipeline, self.family, self.model.train(), self.signature)
         if is_deepspeed:
             cast_floating_inputs(self.model, dtype)
         encoders = (pipeline.components[name] for name in self.family.text_encoders)
@@ -172,7 +172,7 @@ class PlannedPipeline:
         handle = self.model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
         steps, scale = self.args.num_inference_steps, self.args.guidance_scale
         with handle, self.training_precision(), skip_equal_blocks(self.model), suppress(TransformerReachedError):
-            self.policy.generate(arguments, *image.size, steps, scale, keys, sources=encoded)
+            self.recording_pipeline.generate(arguments, *image.size, steps, scale, keys, sources=encoded)
 
         def to_fake(tensor: torch.Tensor) -> torch.Tensor:
             # Keep masks, whose values Qwen-Image-2.1's transformer reads

@@ -49,8 +49,8 @@ def image_metrics(
     measurements: list[tuple[int, tuple[list[float], np.ndarray]]], num_generations: int
 ) -> dict[str, float]:
     """Average each statistic over all completions, and add the diversity of groups. Collective: call on all ranks."""
-    by_number = dict(gather_object(measurements))
-    values, thumbnails = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
+    by_completion = dict(gather_object(measurements))
+    values, thumbnails = zip(*(by_completion[number] for number in sorted(by_completion)), strict=True)
     groups = (np.stack(thumbnails) / 255).reshape(
         -1, num_generations, thumbnails[0].size
     )  # (prompts, generations, values)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..utils.logs import get_logger
-from .weighting import RewardError, Rewards
+from .errors import RewardError
+from .weighting import Rewards
 
 
 logger = get_logger(__name__)

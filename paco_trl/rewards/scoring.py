@@ -24,7 +24,8 @@ from ..utils.background import CallExecutor, abandon_at_exit
 from ..utils.placement import placed_on
 from ..utils.stopping import StopRequested, agree
 from .checks import is_async_reward
-from .weighting import RewardError, Rewards
+from .errors import RewardError
+from .weighting import Rewards
 
 
 # Large enough for batched reward models, and small enough to hide most calls behind generation: 5 of 6 at the paper's
@@ -179,7 +180,7 @@ class RoundScoring:
     def add(self, completions: list[Completion]) -> None:
         """Add completions and submit full calls. Collective: call equally often on all ranks."""
         rows = [
-            (completion.index, {**self.round.row(completion.row_index), "completions": completion.image})
+            (completion.index, {**self.round.reward_row(completion.row_index), "completions": completion.image})
             for completion in completions
         ]
         if self._async_rewards and rows:

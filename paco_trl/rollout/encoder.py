@@ -139,7 +139,7 @@ class PromptEncoder:
 
         @functools.cache
         def prepared(row_index: int) -> list[Image.Image]:
-            images = rows.images_in(rollout_round.row(row_index))
+            images = rows.images_in(rollout_round.reward_row(row_index))
             return [self.family.prepare_image(self.pipeline, image, scale) for image in images]
 
         return EncodedRows(

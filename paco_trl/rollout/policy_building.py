@@ -46,7 +46,7 @@ class PolicyConfig(FrozenDict):
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, default=str) + "\n"
 
 
-def make_policy(
+def build_recording_pipeline(
     pipeline: DiffusionPipeline,
     family: Family,
     peft_config: LoraConfig | SavedAdapter | None,
@@ -57,7 +57,7 @@ def make_policy(
     compile_blocks: bool = False,
     quantization: str | None = None,
 ) -> tuple[RecordingPipeline, nn.Module | None]:
-    """Build the policy, and without an adapter a copy of the transformer as the `reference`, if there is one."""
+    """Build the recording pipeline and, without an adapter, a frozen copy of the transformer as the `reference`."""
     ref_model = None
     if peft_config is None and reference is not None:
         ref_model = copy.deepcopy(pipeline.transformer)
@@ -70,10 +70,10 @@ def make_policy(
     model = prepare_transformer(pipeline, family, peft_config, not is_deepspeed, copy_adapter=reference == "initial")
     if quantization == "fp8_storage":
         store_as_fp8(pipeline, family, transformer, dtype)
-    policy = wrap_pipeline(pipeline, family, model, dtype, is_deepspeed)
+    recording_pipeline = wrap_pipeline(pipeline, family, model, dtype, is_deepspeed)
     if ref_model is not None and is_deepspeed:
         cast_floating_inputs(ref_model, dtype)
-    return policy, ref_model
+    return recording_pipeline, ref_model
 
 
 def prepare_transformer(
@@ -155,12 +155,12 @@ def _copy_adapter(model: PeftModel, autocast_adapter_dtype: bool) -> None:
 def wrap_pipeline(
     pipeline: DiffusionPipeline, family: Family, model: nn.Module, dtype: torch.dtype, is_deepspeed: bool = False
 ) -> RecordingPipeline:
-    """Make a policy of a pipeline and its transformer, with an adapter or without."""
+    """Wrap a pipeline and its transformer, with an adapter or without, for recording."""
     # DDP would broadcast frozen weights, which every process reads from the same files
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     transformer = model.get_base_model() if isinstance(model, PeftModel) else model
-    policy = RecordingPipeline(pipeline, family, model, inspect.signature(transformer.forward))
+    recording_pipeline = RecordingPipeline(pipeline, family, model, inspect.signature(transformer.forward))
     if dtype != torch.float32:
         # The pipeline's latents are float32. Autocast casts them for the transformer, except with DeepSpeed, but not
         # for the VAE.
@@ -170,7 +170,7 @@ def wrap_pipeline(
             module = getattr(pipeline.vae, name, None)
             if module is not None:
                 cast_floating_inputs(module, dtype)
-    return policy
+    return recording_pipeline
 
 
 def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
@@ -185,7 +185,7 @@ def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Mo
 
 
 def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter | None) -> None:
-    """Check scheduler, layers and adapter of a pipeline without weights, as [`make_policy`] does after loading."""
+    """Check scheduler, layers and adapter of a pipeline without weights, as [`build_recording_pipeline`] does after loading."""
     with init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again with the weights
         FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)

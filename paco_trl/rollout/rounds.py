@@ -98,7 +98,7 @@ class Completion:
     row: RoundRow
     samples: list[Sample] = field(default_factory=list)
     panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are here
-    image: Any = None  # PIL, from when it is finished until nothing needs it
+    image: Any = None  # PIL image; `None` before all panels are generated, and after the round's callbacks
 
     @property
     def row_index(self) -> int:
@@ -186,13 +186,13 @@ class Round:
         self.key = key
         self.sizes = sizes
         # Decodes source images, which may be large: once for the pipeline and for the rewards
-        self.row = functools.lru_cache(8)(rows.row)
+        self.reward_row = functools.lru_cache(8)(rows.row)
         self.completions: list[Completion] = []
         self.samples: list[Sample] = []  # the images of a prompt one after the other
         self.batches: list[list[Batch]] = []  # batches of each process
         for group, row_index in enumerate(row_indices):
             first = len(self.completions)
-            round_row = self._row(row_index)
+            round_row = self._round_row(row_index)
             completions = [Completion(first + k, group, k, round_row) for k in range(num_generations)]
             self.completions += completions
             for panel in range(rows.lengths[row_index]):
@@ -203,7 +203,7 @@ class Round:
         for position in range(num_samples, (num_prompts or 0) * num_generations):
             self.samples.append(self.samples[position % num_samples].as_padding())
 
-    def _row(self, row_index: int) -> RoundRow:
+    def _round_row(self, row_index: int) -> RoundRow:
         rows = self.rows
         return RoundRow(row_index, rows.prompt_indices[row_index], self.sizes[row_index], self.key, rows.shares_noise)
 
@@ -219,7 +219,7 @@ class Round:
 
     def replace(self, group: int, row_index: int) -> None:
         """Replace the row of a group by another one with images of the same size and number."""
-        row = self._row(row_index)
+        row = self._round_row(row_index)
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
             completion.row = row
             completion.image = None

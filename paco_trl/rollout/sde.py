@@ -189,8 +189,8 @@ def keyed_generator(*key: int) -> torch.Generator:
     The same image of the same round gets the same noise, whatever the number of processes, the order of the images or
     the step at which a run resumed.
 
-    The key has integers from 0 to 2**32 - 1, here `(seed, stream, round, prompt number, generation, step)`: the prompt
-    number is the row of the dataset, or counts the separate images of all rows; step 0 is the initial latent, step
+    The key has integers from 0 to 2**32 - 1, here `(seed, stream, round, prompt index, generation, step)`: the prompt
+    index is the row of the dataset, or counts the separate images of all rows; step 0 is the initial latent, step
     i + 1 the noise of denoising step i. Keys of one length that differ anywhere give independent streams. Keys of
     different lengths may not: [`numpy.random.SeedSequence`] pads short keys with zeros. The CPU generator uses 32 bits
     of a seed: of 100,000 keys about one pair shares its stream.

@@ -151,7 +151,7 @@ class Evaluator:
         generations = args.num_generations_eval
         period = policy.family.size_multiple(policy.pipeline)
         self.rewards.check_group_size(generations, "num_generations_eval")
-        eval_round = self._plan_round(rows)
+        eval_round = self._evaluation_round(rows)
         local_batches = eval_round.batches[accelerator.process_index]
         artifacts = []
         pictures = []
@@ -178,7 +178,7 @@ class Evaluator:
         thumbnails = dict(gather_object(pictures))
         return Evaluation(scores.rewards, total, all_artifacts, scores.extra, logged, thumbnails)
 
-    def _plan_round(self, rows: PromptRows) -> Round:
+    def _evaluation_round(self, rows: PromptRows) -> Round:
         """Plan an evaluation round with the same number of batches on every process (ZeRO-3)."""
         args = self.args
         family = self.policy.family

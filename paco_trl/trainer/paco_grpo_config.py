@@ -3,8 +3,8 @@
 
 import copy
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -354,11 +354,8 @@ class PaCoGRPOConfig(GRPOConfig):
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         name_checkpointing(self)
         plan = self._plan_round(requested, num_processes)
-        self.gradient_accumulation_steps = plan.gradient_accumulation_steps
-        self.steps_per_generation, self.generation_batch_size = plan.steps_per_generation, None  # TRL takes one
-        eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
-        super().__post_init__()
-        self.per_device_eval_batch_size = eval_batch_size  # TRL requires full groups; `evaluate()` does not
+        with self._sizes_for_trl(plan):
+            super().__post_init__()
         activate_on_cpu(self)
         check_compiled_blocks(self)
         complete_config(self)
@@ -369,13 +366,25 @@ class PaCoGRPOConfig(GRPOConfig):
                 f"This run has {self.world_size} processes, but WORLD_SIZE is {num_processes}. Start it with "
                 "`accelerate launch` or `torchrun`."
             )
+        self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
+        # Only the optimizer steps may be set
+        self._is_default_round = requested._replace(optimizer_steps_per_generation=None) == RoundSizes()
+        self._warn_of_rounding(requested, plan)
+
+    @contextmanager
+    def _sizes_for_trl(self, plan: RoundPlan) -> Iterator[None]:
+        """Set the sizes of a round, within the context as TRL checks them: one of two sizes, and full groups."""
+        self.gradient_accumulation_steps = plan.gradient_accumulation_steps
+        self.steps_per_generation, self.generation_batch_size = plan.steps_per_generation, None
+        eval_batch_size, self.per_device_eval_batch_size = self.per_device_eval_batch_size, self.num_generations_eval
+        yield
+        self.per_device_eval_batch_size = eval_batch_size  # `evaluate()` needs no full groups
         self.generation_batch_size = plan.num_images
         self.num_prompts_per_generation = plan.num_prompts
         self.optimizer_steps_per_generation = plan.num_optimizer_steps
-        self.logging_nan_inf_filter = False  # a NaN loss is an error, not to be averaged away
 
-        # Only the optimizer steps may be set
-        self._is_default_round = requested._replace(optimizer_steps_per_generation=None) == RoundSizes()
+    def _warn_of_rounding(self, requested: RoundSizes, plan: RoundPlan) -> None:
+        """Warn where a round has other sizes than were asked for."""
         expected = DEFAULT_PROMPTS if self._is_default_round else requested.num_prompts_per_generation
         has_images = requested.generation_batch_size is not None or requested.steps_per_generation is not None
         if expected is not None and not has_images and plan.num_prompts != expected:

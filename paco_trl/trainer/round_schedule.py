@@ -20,6 +20,9 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 logger = logging.getLogger(__name__)
 
+# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
+ROUNDS_AHEAD = 8
+
 
 def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
     """

@@ -54,9 +54,10 @@ from ..hub.card_data import ImageModelCardData, save_card_data
 from ..hub.cards import remove_replaced_files, write_card
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..plots.curves import CurvesCallback
+from ..rewards.errors import RewardError
 from ..rewards.limits import check_failures, warn_of_constant_rewards
 from ..rewards.scoring import RewardScorer, Scores
-from ..rewards.weighting import RewardError, Rewards
+from ..rewards.weighting import Rewards
 from ..rollout import Family, TransformerStep, UnlistedFamily, get_family
 from ..rollout.adapters import SavedAdapter, read_peft_config
 from ..rollout.encoder import EncodedRows
@@ -71,17 +72,17 @@ from ..rollout.loading import (
     with_quantization,
 )
 from ..rollout.policy import Policy, RecordingOptions
-from ..rollout.policy_building import check_trained, make_policy
+from ..rollout.policy_building import build_recording_pipeline, check_trained
 from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
+from ..utils.differences import changes
 from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.fsdp import model_class, prepare_sharding, shards_weights
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import check_quantization
 from ..utils.quantization import describe_quantization
-from ..utils.text import changes
 from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
     check_panels_used,
@@ -113,14 +114,11 @@ from .model_cards import (
 )
 from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
-from .round_schedule import RoundSchedule, TrainingRound
+from .round_schedule import ROUNDS_AHEAD, RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
 
 
 logger = get_logger(__name__)
-
-# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
-ROUNDS_AHEAD = 8
 
 
 class RoundTrainer(ExactResumeMixin, GRPOTrainer):
@@ -206,7 +204,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         if is_deepspeed:
             # The default, the model's dtype, would accumulate hundreds of micro-batches in bf16
             args.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-        recording_pipeline, self.ref_model = make_policy(
+        recording_pipeline, self.ref_model = build_recording_pipeline(
             self.pipeline, self.family, adapter, self.compute_dtype, is_deepspeed,
             reference=args.reference if args.has_reference else None,
             attention_backend=args.attention_backend, compile_blocks=args.compile_repeated_blocks,
@@ -282,6 +280,10 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         family = get_family(pipeline) if family is None else family
         self._check_family(family)
         self._check_pipeline(pipeline, family, args, is_full, eval_rows)
+        if args.ddp_find_unused_parameters is None:
+            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
+            has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(family, UnlistedFamily)
         if not has_weights:
             check_trained(pipeline, family, adapter)
             pipeline = load()
@@ -303,10 +305,6 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         """Check prompts and settings against the pipeline, which may have no weights yet."""
         quantization = describe_quantization(pipeline.transformer)
         check_quantization(quantization, is_full, shards_weights(args), args.compile_repeated_blocks)
-        if args.ddp_find_unused_parameters is None:
-            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
-            has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
-            args.ddp_find_unused_parameters = has_unused or isinstance(family, UnlistedFamily)
         check_prompts(args, pipeline, family, self.train_rows, eval_rows)
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             queries = example_queries(pipeline.transformer, self.compute_dtype, args.device)
@@ -682,7 +680,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         return self.policy.predict(model, step, self.args.detach_unconditional), ref_velocity
 
     def _mean_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the part of a micro-batch, `(B,)`, in the mean over the images of the optimizer step."""
+        """Return what a micro-batch adds to the loss: the mean over the images of the optimizer step on all processes."""
         # The weights divide by the images on all processes, over which gradients are averaged
         return (losses * weights).sum() * self.accelerator.num_processes
 

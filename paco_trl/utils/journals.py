@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .differences import differences
 from .files import write_atomically
-from .text import differences
 
 
 logger = logging.getLogger(__name__)

@@ -121,7 +121,7 @@ _TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
         "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb",
     )
 }  # fmt: skip
-# An infinite one limits nothing
+# Fields that may be infinite, which switches the limit off
 _MAY_BE_INFINITE = (
     "epsilon", "epsilon_high", "log_tame_threshold", "max_grad_norm", "max_reward_mean", "ratio_tolerance",
 )  # fmt: skip

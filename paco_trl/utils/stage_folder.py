@@ -11,9 +11,10 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
+from .differences import differences
 from .files import read_record, scratch_folder, write_atomically
 from .journals import Journal
-from .text import differences, join_first
+from .text import join_first
 
 
 _SETTINGS = "settings.json"

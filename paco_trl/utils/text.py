@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read, check and compare texts; format numbers, texts and tables, for messages and in Markdown."""
+"""Read and check texts; format numbers, texts and tables, for messages and in Markdown."""
 
 import bz2
 import gzip
@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -111,35 +111,6 @@ def markdown_table(columns: Iterable[Any], rows: Iterable[Sequence[Any]]) -> str
     """Build a Markdown table of any values, see [`markdown_text`]."""
     head, *body = ([markdown_text(cell) for cell in row] for row in (columns, *rows))
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List the differences between two descriptions, a line each: the entries of `now`, and all within them."""
-    lines = []
-    for name, before, value in changes(saved, now):
-        words = [_without_digest(before), _without_digest(value)]
-        is_content = "" in words or words[0] == words[1]  # of which only digests are known
-        lines.append(
-            f"{name}: its contents have changed" if is_content
-            else f"{name}: {shorten(words[0])}, now {shorten(words[1])}"
-        )  # fmt: skip
-    return lines
-
-
-def _without_digest(value: Any) -> Any:
-    """Leave out a digest of contents, maybe after a word on them, from which a reader learns nothing."""
-    return re.sub(r"(?:^|: )[0-9a-f]{16,64}$", "", value) if isinstance(value, str) else value
-
-
-def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Find what [`differences`] lists: names, and the two values."""
-    for name, value in now.items():
-        before = saved.get(name)
-        if isinstance(before, dict) and isinstance(value, dict):
-            within = changes(before, dict.fromkeys(before) | value)
-            yield from ((f"{name}/{inner}", *values) for inner, *values in within)
-        elif before != value:
-            yield name, before, value
 
 
 def without_nan(value: Any) -> Any:

@@ -816,7 +816,7 @@ EVALUATION = [
     *_mutants(
         "rewards/image_statistics.py",
         "test_image_statistics.py",
-        ("for number in sorted(by_number)", "for number in by_number"),
+        ("for number in sorted(by_completion)", "for number in by_completion"),
         ("2 * groups.var(axis=1, ddof=1)", "2 * groups.var(axis=1)"),
     ),
     *_mutants(
@@ -1062,7 +1062,7 @@ DATASET_BUILDING = [
         ("return file_digest(path, 2)", "return public_name(path)"),
         ('return _file_contents(value["bytes"]) if path is None', "return None if path is None"),
     ),
-    *_mutants("utils/text.py", "test_run_identity.py::TestResume", ("dict.fromkeys(before) | value", "value")),
+    *_mutants("utils/differences.py", "test_run_identity.py::TestResume", ("dict.fromkeys(before) | value", "value")),
     *_mutants(
         "utils/journals.py",
         f"{_BUILD}TestStageFolder test_evaluation.py::TestResume",
@@ -1146,7 +1146,7 @@ SEPARATE_SETS = [
         ("        if self.evaluates:\n", "        if True:\n"),
         ("num_images = 2 if", "num_images = 1 if"),
         ("return plan.host_memory(allocated, mapped, weights)", "return allocated | weights, mapped"),
-        ('visit = always | {"rewards": self._rewards_bytes(plan)}', 'visit = always | {"rewards": 0}'),
+        ('            scoring = always | {"rewards": self._rewards_bytes(plan)}', '            scoring = always | {"rewards": 0}'),
     ),
     *_mutants(
         "commands/options.py",
