@@ -77,10 +77,11 @@ def evaluate_rankings(
             [`ClipIScorer`] or your own. It gets RGB images (transparency on white, as in training). Within a row, the
             reference is the same object in all pairs, so that it can be encoded once.
 
-            Others for edits have a `template`, a name, and get the instruction. With `compares = True`
-            ([`ComparingJudge`]) one gets (source, edit, edit), and returns 1 if the first edit is better, 0 if the
-            second is, 0.5 for a tie, or `None`, which is never correct. With `rates = True`
-            ([`~paco_trl.rewards.WordsJudge`]) it returns scores by dimension with `overall`, or `None`.
+            A scorer of edits has a `template`, the name of its prompt, and gets the instruction in place of a
+            question. With `compares = True` ([`ComparingJudge`]) it gets (source, edit, edit), and returns 1 if the
+            first edit is better, 0 if the second is, 0.5 for a tie, or `None`, which is never correct. With
+            `rates = True` ([`~paco_trl.rewards.WordsJudge`]) it returns scores by dimension with `overall`, or
+            `None`.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent) and `id`.

@@ -255,7 +255,7 @@ def gedit_results(
             Protocol of the scores: `"default"` or `"published"`.
 
     Returns:
-        `dict[str, Any]`: all results as JSON values, for [`save_generation_report`].
+        `GenerationResults`: all results as JSON values, for [`save_generation_report`].
     """
     check_gedit_prompts(prompts)
     sources = SourceImages(prompts, "the prompts")
