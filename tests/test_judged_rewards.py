@@ -148,6 +148,12 @@ class TestConsistency:
         # The text that is there twice is asked once for each pair
         assert len(judge.asked) == 3 * 3 * 4
 
+    @pytest.mark.parametrize("max_pairs", [0, -1, "3", 1.5])
+    def test_a_set_is_scored_by_at_least_one_pair(self, max_pairs):
+        with pytest.raises(ValueError, match="`max_pairs` is .*at least 1"):
+            ConsistencyReward(SimpleNamespace(name="judge", score=None), max_pairs=max_pairs)
+        assert ConsistencyReward(SimpleNamespace(name="judge", score=None), max_pairs=1).max_pairs == 1
+
     def test_select_pairs(self):
         everything = list(combinations(range(7), 2))
         assert select_pairs(7, None, 0, "a") == select_pairs(7, 21, 0, "a") == everything

@@ -398,6 +398,22 @@ class TestFromPretrained:
         judge._takes_encoded_images = False
         assert judge.score(pairs, questions) == close(expected_adapted)
 
+    def test_an_adapter_finds_its_base_from_another_directory(
+        self, adapter, tiny_qwen, tmp_path, monkeypatch, pairs, questions, expected_adapted
+    ):
+        """As trained by a relative path: `tiny-qwen` beside the run's directory."""
+        folder = shutil.copytree(adapter, tmp_path / "work" / "runs" / "judge")
+        shutil.copytree(tiny_qwen, tmp_path / "work" / "tiny-qwen")
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "tiny-qwen"}))
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        judge = PaCoReward.from_pretrained("../work/runs/judge", device="cpu", batch_size=2)
+        assert judge.score(pairs, questions) == close(expected_adapted)
+        shutil.rmtree(tmp_path / "work" / "tiny-qwen")
+        with pytest.raises((OSError, ValueError), match="tiny-qwen"):
+            PaCoReward.from_pretrained("../work/runs/judge", device="cpu")
+
     def test_processor_of_the_adapter(self, adapter, judge, pairs, tmp_path):
         """The adapter's own if it has one, with the number of pixels it was trained at; else that of the base."""
         folder = shutil.copytree(adapter, tmp_path / "adapter")

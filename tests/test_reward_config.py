@@ -51,6 +51,11 @@ class TestDefaults:
         assert default_of(TRL_FIELDS["router_aux_loss_coef"]) is None
         assert make().router_aux_loss_coef == 0.0
 
+    def test_a_text_is_no_flag(self, make):
+        assert make(gradient_checkpointing=False).gradient_checkpointing is False
+        with pytest.raises(ValueError, match="`gradient_checkpointing` is 'False'; it must be True or False"):
+            make(gradient_checkpointing="False")
+
     def test_a_config_made_from_a_config_is_the_same(self, make):
         config = make(first_token_weight=0.5, max_length=None, max_pixels=None, learning_rate=1e-5)
         again = dataclasses.replace(config)

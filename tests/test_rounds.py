@@ -14,7 +14,7 @@ from datasets import Dataset
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
 from paco_trl.trainer.round_schedule import RoundSchedule, TrainingRound
-from paco_trl.trainer.schedule.plan import RoundPlan
+from paco_trl.trainer.round_plan import RoundPlan
 from paco_trl.utils.round_sizes import RoundSizes, round_sizes
 from testing_utils import are_equal, entries_of, weights_of
 
@@ -148,11 +148,11 @@ def test_a_small_dataset_is_a_smaller_round(make_trainer, prompts, tmp_path, cap
 def test_rows_that_no_round_uses_are_counted(make_small, prompts, capsys):
     settings = {"train_dataset": prompts.select(range(3)), "disable_tqdm": False}
     schedule = make_small(**settings, max_steps=2).schedule
-    assert "images. 1 of 3 rows are in none of the run's 1 round(s) of 2.\n" in capsys.readouterr().out
-    assert "are in none" not in make_small(**settings, max_steps=-1, num_train_epochs=10).schedule.describe_unused()
+    assert "images. The run's 1 round(s) do not use 1 of the 3 rows.\n" in capsys.readouterr().out
+    assert "do not use" not in make_small(**settings, max_steps=-1, num_train_epochs=10).schedule.describe_unused()
     schedule.args.max_steps, schedule.args.shuffle_dataset = 20, False
     assert schedule.describe_unused().endswith(
-        "none of the run's 10 round(s) of 2, in each epoch the same (`shuffle_dataset`)."
+        "The run's 10 round(s) do not use 1 of the 3 rows, the same in each epoch (`shuffle_dataset`)."
     )
 
 

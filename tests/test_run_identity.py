@@ -14,6 +14,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from paco_trl import (
     PaCoRewardConfig,
     PaCoRewardTrainer,
 )
+from paco_trl.commands.training import check_start
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.families.flux import FluxFamily
@@ -41,6 +43,7 @@ from paco_trl.tiny import build_tiny_qwen2_5_vl
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.run_settings import HARMLESS, HARMLESS_UNTRAINED, describe_run, evaluation_settings
 from paco_trl.utils.differences import differences
+from paco_trl.utils.errors import OptionError
 from paco_trl.utils.fingerprint import (
     describe,
     describe_code,
@@ -48,6 +51,7 @@ from paco_trl.utils.fingerprint import (
     file_digest,
     weights_fingerprint,
 )
+from paco_trl.utils.locks import sole_writer
 from test_paco_reward_trainer import colours
 from testing_utils import LORA, SMALL_RUN, noise, square_prompts
 from tiny_models import build_tiny_clip
@@ -241,6 +245,18 @@ class TestResume:
             trainer = trainer if component is None else self.make(model, tmp_path / "new", max_steps=2)
             trainer.train(resume_from_checkpoint=str(output / "checkpoint-1"))
         assert component is not None or trainer.state.global_step == 2 and "generated again" not in caplog.text
+
+    def test_a_finished_run_keeps_its_settings(self, tiny_flux, earlier, tmp_path):
+        """Nothing is trained by other ones, so that a saved model must not name them."""
+        output = shutil.copytree(earlier, tmp_path / "out")
+        trainer = self.make(tiny_flux, output, noise_level=0.3, reward_funcs=reward_above(0.6))
+        with pytest.raises(
+            ValueError, match="(?s)none of 1 step.* is left.*noise_level: 0.7, now 0.3.*a larger `max_steps`"
+        ):
+            trainer.train(resume_from_checkpoint=True)
+        for changes in ({}, {"max_steps": 2, "noise_level": 0.3}):  # as it was, and with a step left
+            trainer = self.make(tiny_flux, shutil.copytree(earlier, tmp_path / f"{len(changes)}"), **changes)
+            trainer.train(resume_from_checkpoint=True)
 
     def test_a_pending_round_is_generated_again_by_another_reward(self, tiny_flux, earlier, tmp_path, caplog):
         output = shutil.copytree(earlier, tmp_path / "out")
@@ -601,6 +617,23 @@ class TestOneRunInADirectory:
             PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "out"), **SETTINGS), PAIRS)
         with pytest.raises(OSError):
             PaCoRewardTrainer("/nowhere/at/all", PaCoRewardConfig(str(tmp_path / "other"), **SETTINGS), PAIRS)
+
+    def test_the_command_refuses_it_at_once(self, running, tmp_path):
+        args = SimpleNamespace(
+            output_dir=str(tmp_path / "out"), resume_from_checkpoint=None, overwrite_output_dir=False
+        )
+        with pytest.raises(OptionError, match="Another run"):
+            check_start(args, [], is_early=True)
+        running.kill()
+        running.wait()
+        check_start(args, [], is_early=True)
+
+    def test_a_place_that_cannot_be_written_to(self):
+        with (
+            pytest.raises(ValueError, match="/proc/images cannot be written to"),
+            sole_writer("/proc/images", "images"),
+        ):
+            pass
 
     def test_a_place_without_locks_is_not_refused(self, make_trainer, tmp_path):
         (tmp_path / "out" / ".lock").mkdir(parents=True)  # as where it cannot be written

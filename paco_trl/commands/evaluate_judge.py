@@ -75,7 +75,7 @@ def evaluate(script_args: JudgeArguments) -> None:
                 "`candidates`, `ranking`, `prompt`) nor pairs (`images`, `prompt`, `completion`)."
             )
         benchmark = "pairs"
-        dataset = as_pairs(dataset, dataset_name)
+        dataset = as_pairs(dataset, dataset_name, skip_broken=None)
         raise_errors(find_unused(script_args, ("protocol", "template"), "with pairs, which have their own questions"))
         check_pair_columns(dataset, "dataset")
     else:

@@ -4,11 +4,15 @@
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from ..checkpointing.checkpoints import find_checkpoint, how_to_resume, list_checkpoints
 from ..checkpointing.output_dirs import check_no_checkpoints, check_no_model, check_output_dir
 from ..utils.errors import OptionError
+from ..utils.locks import take_lock
 from ..utils.processes import end_training
 
 
@@ -20,6 +24,12 @@ def check_start(args: Any, published_files: Iterable[str], is_early: bool = Fals
     """Reject an output directory with files of the user or an earlier run; `is_early` is before torch is imported."""
     output_dir = args.output_dir or "trainer_output"  # the default of transformers
     check_output_dir(output_dir, published_files)
+    # The run itself takes the lock once its libraries are imported
+    if is_early and os.environ.get("RANK", "0") == "0" and (path := Path(output_dir) / ".lock").is_file():
+        lock = FileLock(path)
+        if (refusal := take_lock(lock, "checkpoints", output_dir)) is not None:
+            raise OptionError(refusal, "output_dir")
+        lock.release()
     # The main process looks for the latest checkpoint later, and warns of those it skips. A restarted process resumes.
     is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and list_checkpoints(output_dir)
     if is_early and (is_latest or "TORCHELASTIC_RESTART_COUNT" in os.environ):

@@ -184,15 +184,16 @@ def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -
     return dataset
 
 
-def report_broken_rows(broken: list[str], total: int, item_name: str, skip_broken: bool) -> None:
-    """Raise an error for broken rows, or warn that they are left out."""
+def report_broken_rows(broken: list[str], total: int, item_name: str, skip_broken: bool | None) -> None:
+    """Raise an error for broken rows, or warn that they are left out; `None` where none can be left out."""
     if not broken:
         return
     if not skip_broken:
         count = (
             f" ({len(broken)} of {total} {item_name} are broken; this is the first one.)" if len(broken) > 1 else ""
         )
-        raise ValueError(f"{broken[0]} Correct it, or leave such {item_name} out with `skip_broken=True`.{count}")
+        remedy = "" if skip_broken is None else f", or leave such {item_name} out with `skip_broken=True`"
+        raise ValueError(f"{broken[0]} Correct it{remedy}.{count}")
     more = [f"and {len(broken) - _MAX_LISTED} more."] * (len(broken) > _MAX_LISTED)
     lines = [f"Left out {len(broken)} of {total} {item_name} that are broken:", *broken[:_MAX_LISTED], *more]
     logger.warning("\n".join(lines))

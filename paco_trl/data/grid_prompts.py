@@ -135,6 +135,10 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     Raises:
         ValueError: If the prompt would parse into other texts.
     """
+    if not (isinstance(rows, int) and isinstance(cols, int)):
+        raise ValueError(f"`rows` is {rows!r} and `cols` {cols!r}; they must be whole numbers.")
+    if isinstance(panels, str):
+        raise ValueError(f"`panels` is {shorten(panels)}; it must be a list of texts.")
     if len(panels) != rows * cols:
         raise ValueError(f"There are {len(panels)} panel texts for a {rows}x{cols} grid. Pass {rows * cols}.")
     theme = theme.strip()

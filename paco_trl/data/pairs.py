@@ -79,6 +79,8 @@ def make_pair(
         raise ValueError(f'`decision` is {decision!r}, but the judge answers Yes or No. Pass "Yes", "No" or a `bool`.')
     if not is_text(question):
         raise ValueError(f"`question` is {question!r}, but must be a text that is not empty.")
+    if first is None or second is None:
+        raise ValueError("A pair has two images, but one is None.")
     answer = decision if reasons is None else f"{decision}. {reasons}"
     return {
         "images": [first, second],
@@ -199,7 +201,7 @@ def as_turns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": [*prompt[:-1], {"role": "user", "content": question}], "completion": completion}
 
 
-def as_pairs(dataset: Dataset, name: str, skip_broken: bool = False) -> Dataset:
+def as_pairs(dataset: Dataset, name: str, skip_broken: bool | None = False) -> Dataset:
     """Convert rows with texts or turns in other formats, see [`as_turns`], to pairs. No image is read."""
     columns = {*dataset.column_names}
     has_turns = all(isinstance(dataset.features.get(column), List) for column in ("prompt", "completion"))

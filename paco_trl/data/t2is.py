@@ -35,6 +35,8 @@ def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] 
     if not isinstance(row_or_dataset, Dataset):
         return _convert_row(row_or_dataset)
     names = row_or_dataset.column_names
+    if missing := [name for name in ("idx", "prompt", "layout", "height", "width") if name not in names]:
+        raise ValueError(f"The dataset has no column `{missing[0]}`, as raw rows of T2IS-Bench have.")
     return row_or_dataset.with_format(None).map(
         _convert_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts"
     )

@@ -236,10 +236,12 @@ class ConsistencyReward(JudgedReward):
         symmetric: bool = False,
         **kwargs,
     ):
-        if question is not None and question not in ("theme", "criteria") and len(question.split()) < 2:
+        if question is not None and question not in ("theme", "criteria") and len(str(question).split()) < 2:
             raise ValueError(
                 f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
             )
+        if max_pairs is not None and not (isinstance(max_pairs, int) and max_pairs >= 1):
+            raise ValueError(f"`max_pairs` is {max_pairs!r}; it must be a whole number, at least 1, or None for all.")
         super().__init__(model, base_url, **kwargs)
         if question is None and isinstance(self.judge, ServedJudge):
             self.judge.find_question()

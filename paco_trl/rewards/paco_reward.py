@@ -33,7 +33,14 @@ from ..utils.deepspeed import without_zero3_init
 from ..utils.files import read_record
 from ..utils.fingerprint import weights_fingerprint
 from ..utils.images import reading
-from ..utils.model_files import CARD_DATA_FILE, IMAGE_MODEL, find_adapter_file, find_model_file, hub_arguments
+from ..utils.model_files import (
+    CARD_DATA_FILE,
+    IMAGE_MODEL,
+    find_adapter_file,
+    find_model_file,
+    hub_arguments,
+    models_near,
+)
 from ..utils.names import check_model_name, public_name
 from ..utils.quantization import quantization_config
 from ..utils.tensors import to_device
@@ -568,6 +575,7 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
         base = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
     if not base:
         raise ValueError(f"{model!r} names no base model. Set `base_model_name_or_path` in its adapter_config.json.")
+    base = next(iter(models_near(model, [base])), base)  # a relative path is one from where the judge was trained
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
 

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -71,6 +71,14 @@ def defaults_of(config: type) -> dict[str, Any]:
 def whole_number_fields(config: type) -> list[str]:
     """Return the fields of a dataclass that have whole numbers."""
     return [field.name for field in dataclasses.fields(config) if field.type in (int, int | None, list[int])]
+
+
+def flag_errors(config: Any) -> Iterator[OptionError]:
+    """Check the fields that are true or false: a text, such as "False", would be true."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type in (bool, bool | None) and not (value is None or isinstance(value, bool | int)):
+            yield OptionError(f"`{field.name}` is {value!r}; it must be True or False.", field.name)
 
 
 def name_checkpointing(config: TrainingArguments) -> None:

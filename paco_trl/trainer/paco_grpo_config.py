@@ -41,6 +41,7 @@ from .config_utils import (
     REFUSED_GRPO_FIELDS,
     check_optimizer,
     defaults_of,
+    flag_errors,
     help_from_docstring,
     name_checkpointing,
     whole_number_fields,
@@ -487,7 +488,7 @@ class PaCoGRPOConfig(GRPOConfig):
         defaults = defaults_of(type(self))
         whole = whole_number_fields(type(self))
         errors = grpo_config_errors(self, defaults, REFUSED_GRPO_FIELDS, self.loss_types, whole)
-        raise_errors([*errors, *choice_errors(self, self.choices)])
+        raise_errors([*errors, *choice_errors(self, self.choices), *flag_errors(self)])
         with suppress(ValueError):  # "mean"
             self.log_tame_threshold = float(self.log_tame_threshold)  # type: ignore[arg-type]
         if self.report_to is None:  # type: ignore[has-type]

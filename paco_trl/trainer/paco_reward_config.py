@@ -16,6 +16,7 @@ from .config_utils import (
     REFUSED_SFT_FIELDS,
     check_optimizer,
     defaults_of,
+    flag_errors,
     help_from_docstring,
     name_checkpointing,
     whole_number_fields,
@@ -112,7 +113,7 @@ class PaCoRewardConfig(SFTConfig):
         errors = reward_config_errors(
             self, defaults_of(type(self)), REFUSED_SFT_FIELDS, whole_number_fields(type(self))
         )
-        raise_errors([*errors, *choice_errors(self, self.choices)])
+        raise_errors([*errors, *choice_errors(self, self.choices), *flag_errors(self)])
         if self.report_to is None:  # type: ignore[has-type]
             self.report_to = "none"
         if self.dataloader_num_workers is None:

@@ -39,6 +39,7 @@ from ..checkpointing.output_dirs import (
     delete_run,
     mark_output_dir,
 )
+from ..utils.differences import differences
 from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
@@ -157,6 +158,8 @@ class ExactResumeMixin(HubTrainer):
 
     def _begin_run(self) -> None:
         """Make the evaluation of the checkpoint's step if it is missing, before the first step."""
+        if self.resumed_from is not None and self.state.global_step >= self.state.max_steps:
+            self._check_finished_run(self.resumed_from)
         # A resumed run continues with its checkpoint's seconds
         self._started = time.monotonic() - (training_seconds(self.state) or 0.0)
         if self.resumed_from is not None and self.accelerator.is_main_process:
@@ -169,6 +172,17 @@ class ExactResumeMixin(HubTrainer):
         if self.resumed_from is not None and self._is_evaluation_due():
             self._load_rng_state(str(self.resumed_from))
             self._determine_best_metric(self._evaluate(None, None), None)
+
+    def _check_finished_run(self, checkpoint: Path) -> None:
+        """Reject other settings where no step is left: the model would be saved with settings it was not trained by."""
+        of_training = {name: value for name, value in self._settings.items() if "eval" not in name}
+        if changed := differences(read_run(checkpoint)["settings"], of_training):
+            lines = "\n  ".join(["", *changed])
+            raise ValueError(
+                f"'{checkpoint}' is at step {self.state.global_step}, so that none of {self.state.max_steps} step(s) is "
+                f"left to train with other settings:{lines}\nSet a larger `max_steps`, or resume with the settings of "
+                "the run."
+            )
 
     def _is_evaluation_due(self) -> bool:
         """Return whether the evaluation of the checkpoint's step is missing: a judge was down, or a signal came."""

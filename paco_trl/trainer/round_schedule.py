@@ -110,15 +110,15 @@ class RoundSchedule:
     def summary(self) -> str:
         """Format the arithmetic of the rounds as one line."""
         rows, prompts = self.rows_per_round, self.plan.num_prompts
-        sets = f" Its prompts are of {rows} rows." if rows < prompts else ""
+        sets = f" They are the prompts of {rows} row(s)." if rows < prompts else ""
         return self.plan.summary() + sets + self.describe_unused()
 
     def describe_unused(self) -> str:
         """Say how many rows are in no round of the run, if any are."""
         unused = self.num_rows - len(self.remaining_row_indices(self.max_steps, 0))
         rounds = math.ceil(self.max_steps / self.optimizer_steps_per_round)
-        repeated = "" if self.args.shuffle_dataset else ", in each epoch the same (`shuffle_dataset`)"
-        text = f" {unused} of {self.num_rows} rows are in none of the run's {rounds} round(s) of {self.rows_per_round}"
+        repeated = "" if self.args.shuffle_dataset else ", the same in each epoch (`shuffle_dataset`)"
+        text = f" The run's {rounds} round(s) do not use {unused} of the {self.num_rows} rows"
         return f"{text}{repeated}." if unused else ""
 
     def sde(self, round_index: int) -> SDESettings:

@@ -1146,7 +1146,10 @@ SEPARATE_SETS = [
         ("        if self.evaluates:\n", "        if True:\n"),
         ("num_images = 2 if", "num_images = 1 if"),
         ("return plan.host_memory(allocated, mapped, weights)", "return allocated | weights, mapped"),
-        ('            scoring = always | {"rewards": self._rewards_bytes(plan)}', '            scoring = always | {"rewards": 0}'),
+        (
+            '            scoring = always | {"rewards": self._rewards_bytes(plan)}',
+            '            scoring = always | {"rewards": 0}',
+        ),
     ),
     *_mutants(
         "commands/options.py",
