@@ -1064,6 +1064,43 @@ DATASET_BUILDING = [
     ),
     *_mutants("utils/differences.py", "test_run_identity.py::TestResume", ("dict.fromkeys(before) | value", "value")),
     *_mutants(
+        "trainer/resuming.py",
+        "test_run_identity.py::TestResume::test_a_finished_run_keeps_its_settings",
+        (
+            "self.state.global_step >= self.state.max_steps:\n            self._check_finished_run",
+            "False:\n            self._check_finished_run",
+        ),
+        ("self._check_finished_run(self.resumed_from)", "raise ValueError"),
+    ),
+    *_mutants(
+        "rewards/judge_rewards.py",
+        "test_judged_rewards.py::TestConsistency::test_a_set_is_scored_by_at_least_one_pair",
+        ("isinstance(max_pairs, int) and max_pairs >= 1", "isinstance(max_pairs, int) and max_pairs >= 0"),
+    ),
+    *_mutants(
+        "trainer/config_utils.py",
+        "test_reward_config.py::TestDefaults::test_a_text_is_no_flag",
+        (
+            "isinstance(value, bool | int)):\n            yield OptionError",
+            "isinstance(value, bool | int | str)):\n            yield OptionError",
+        ),
+    ),
+    *_mutants(
+        "rewards/paco_reward.py",
+        "test_paco_reward.py::TestFromPretrained::test_an_adapter_finds_its_base_from_another_directory",
+        ("next(iter(models_near(model, [base])), base)", "base"),
+    ),
+    *_mutants(
+        "utils/locks.py",
+        "test_run_identity.py::TestOneRunInADirectory::test_a_place_that_cannot_be_written_to",
+        ('return f"{folder} cannot be written to: {error.strerror}. Give another directory."', "pass"),
+    ),
+    *_mutants(
+        "commands/training.py",
+        "test_run_identity.py::TestOneRunInADirectory::test_the_command_refuses_it_at_once",
+        ('            raise OptionError(refusal, "output_dir")', "            pass"),
+    ),
+    *_mutants(
         "utils/journals.py",
         f"{_BUILD}TestStageFolder test_evaluation.py::TestResume",
         ("file.truncate(end - len(last))", "pass"),
