@@ -13,8 +13,8 @@ from datasets import Dataset
 
 from paco_trl.rollout.prompt_rows import PromptRows
 from paco_trl.rollout.rounds import Batch
-from paco_trl.trainer.round_schedule import RoundSchedule, TrainingRound
 from paco_trl.trainer.round_plan import RoundPlan
+from paco_trl.trainer.round_schedule import RoundSchedule, TrainingRound
 from paco_trl.utils.round_sizes import RoundSizes, round_sizes
 from testing_utils import are_equal, entries_of, weights_of
 
