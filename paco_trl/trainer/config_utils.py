@@ -77,7 +77,7 @@ def flag_errors(config: Any) -> Iterator[OptionError]:
     """Check the fields that are true or false: a text, such as "False", would be true."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type in (bool, bool | None) and not (value is None or isinstance(value, bool | int)):
+        if field.type in (bool, bool | None) and isinstance(value, str) and value.lower() in ("true", "false"):
             yield OptionError(f"`{field.name}` is {value!r}; it must be True or False.", field.name)
 
 
