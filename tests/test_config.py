@@ -181,7 +181,7 @@ class TestValues:
             ({"sde_steps": []}, "`sde_steps` is .*at least one step"),
             ({"sde_steps": 1}, "`sde_steps` is 1; it must be a list"),
             ({"height": "64"}, "`height` is '64'; it must be a whole number"),
-            *(({name: "False"}, f"`{name}` is 'False'; it must be True or False") for name in ("bf16", "vae_tiling")),
+            *(({name: "no"}, f"`{name}` is 'no'; it must be True or False") for name in ("bf16", "vae_tiling")),
             ({"sde_steps": [1, 1]}, r"`sde_steps` is \[1, 1\].*each once"),
             ({"sde_steps": [9]}, "`sde_steps` is .*from 0 to 8"),
             ({"num_inference_steps": 1}, "`num_inference_steps` is 1.*at least 2"),

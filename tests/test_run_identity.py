@@ -251,7 +251,7 @@ class TestResume:
         output = shutil.copytree(earlier, tmp_path / "out")
         trainer = self.make(tiny_flux, output, noise_level=0.3, reward_funcs=reward_above(0.6))
         with pytest.raises(
-            ValueError, match="(?s)none of 1 step.* is left.*noise_level: 0.7, now 0.3.*a larger `max_steps`"
+            ValueError, match="(?s)at step 1 of 1: no step is left.*noise_level: 0.7, now 0.3.*a larger `max_steps`"
         ):
             trainer.train(resume_from_checkpoint=True)
         for changes in ({}, {"max_steps": 2, "noise_level": 0.3}):  # as it was, and with a step left
@@ -630,7 +630,7 @@ class TestOneRunInADirectory:
 
     def test_a_place_that_cannot_be_written_to(self):
         with (
-            pytest.raises(ValueError, match="/proc/images cannot be written to"),
+            pytest.raises(ValueError, match="The images belong in /proc/images, but '/proc' cannot be"),
             sole_writer("/proc/images", "images"),
         ):
             pass

@@ -9,12 +9,11 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import mkdtemp
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, get_published_files, select_files
 from ..utils.differences import differences
 from ..utils.errors import OptionError
-from ..utils.files import file_on_path, read_record, write_atomically
+from ..utils.files import file_on_path, read_record, why_unwritable, write_atomically
 from ..utils.model_files import CARD_DATA_FILE
 from .checkpoints import delete_checkpoint, incomplete_files, list_checkpoints, read_run
 
@@ -25,12 +24,8 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         raise OptionError("`output_dir` is empty. Name a directory.", "output_dir")
     if (file := file_on_path(output_dir)) is not None:
         raise OptionError(f"`output_dir` is '{output_dir}', but '{file}' is a file. Name a directory.", "output_dir")
-    parent = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.is_dir())
-    try:
-        os.rmdir(mkdtemp(dir=parent))  # `os.access` takes /proc, and a file system that is mounted read-only
-    except OSError as error:
-        message = f"`output_dir` is '{output_dir}', but '{parent}' cannot be written to: {error.strerror}. "
-        raise OptionError(f"{message}Name another directory.", "output_dir") from None
+    if (reason := why_unwritable(output_dir)) is not None:
+        raise OptionError(f"`output_dir` is '{output_dir}', but {reason} Name another directory.", "output_dir")
     # A model that is not the package's, or a part of one: an adapter's config beside it would change how it loads
     configs = ("config.json", "scheduler_config.json", "tokenizer_config.json")
     is_of_run = "run" in read_record(Path(output_dir) / RUN_FILE)

@@ -77,7 +77,8 @@ def flag_errors(config: Any) -> Iterator[OptionError]:
     """Check the fields that are true or false: a text, such as "False", would be true."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type in (bool, bool | None) and isinstance(value, str) and value.lower() in ("true", "false"):
+        takes_text = isinstance(field.default, str)  # as transformers' `include_num_input_tokens_seen`
+        if field.type in (bool, bool | None) and isinstance(value, str) and not takes_text:
             yield OptionError(f"`{field.name}` is {value!r}; it must be True or False.", field.name)
 
 

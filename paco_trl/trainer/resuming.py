@@ -179,9 +179,8 @@ class ExactResumeMixin(HubTrainer):
         if changed := differences(read_run(checkpoint)["settings"], of_training):
             lines = "\n  ".join(["", *changed])
             raise ValueError(
-                f"'{checkpoint}' is at step {self.state.global_step}, so that none of {self.state.max_steps} step(s) is "
-                f"left to train with other settings:{lines}\nSet a larger `max_steps`, or resume with the settings of "
-                "the run."
+                f"'{checkpoint}' is at step {self.state.global_step} of {self.state.max_steps}: no step is left to train "
+                f"with other settings.{lines}\nSet a larger `max_steps`, or resume with the settings of the run."
             )
 
     def _is_evaluation_due(self) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -43,6 +44,16 @@ def write_atomically(path: str | Path, data: bytes | str, durable: bool = True) 
 def file_on_path(folder: str | Path) -> Path | None:
     """Return the file that stands where a directory, or one of its parents, should be."""
     return next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None)
+
+
+def why_unwritable(folder: str | Path) -> str | None:
+    """Return why nothing can be written to a directory, or to one above it if it does not exist; `None` if it can."""
+    existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=existing))  # `os.access` takes /proc, and a file system mounted read-only
+    except OSError as error:
+        return f"'{existing}' cannot be written to: {error.strerror}."
+    return None
 
 
 def apply_umask(paths: Iterable[Path]) -> None:

@@ -2,16 +2,15 @@
 """Let a single run write a directory, on one machine or several."""
 
 import contextlib
-import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .files import why_unwritable
 from .processes import wait_for_all
 
 
@@ -89,12 +88,10 @@ def _is_seen(mark: Path) -> bool:
 def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> str | None:
     """Acquire a lock (-1: as soon as it is free), or return the error that another run holds it."""
     parent = Path(lock.lock_file).parent
+    if (reason := why_unwritable(parent)) is not None:
+        return f"The {what} belong in {folder}, but {reason} Give another directory."
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        os.rmdir(tempfile.mkdtemp(dir=parent))
-    except OSError as error:
-        return f"{folder} cannot be written to: {error.strerror}. Give another directory."
-    try:
         lock.acquire(timeout=timeout)
     except Timeout:
         return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."

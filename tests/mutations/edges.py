@@ -1080,7 +1080,7 @@ DATASET_BUILDING = [
     *_mutants(
         "trainer/config_utils.py",
         "test_reward_config.py::TestDefaults::test_a_text_is_no_flag",
-        ('value.lower() in ("true", "false"):\n            yield', 'value.lower() in ("true",):\n            yield'),
+        ("isinstance(value, str) and not takes_text", "False"),
     ),
     *_mutants(
         "rewards/paco_reward.py",
@@ -1090,7 +1090,7 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/locks.py",
         "test_run_identity.py::TestOneRunInADirectory::test_a_place_that_cannot_be_written_to",
-        ('return f"{folder} cannot be written to: {error.strerror}. Give another directory."', "pass"),
+        ('return f"The {what} belong in {folder}, but {reason} Give another directory."', "pass"),
     ),
     *_mutants(
         "commands/training.py",
