@@ -192,6 +192,8 @@ class TestCriteria:
         # The problem exists: Arrow gives the first row the names of the second one
         assert "Place" in raw[0]["criteria"] and "Fur" in raw[0]["criteria"]["Style"]
 
+        with pytest.raises(ValueError, match="no column `layout`"):
+            convert_t2is(raw.remove_columns("layout"))
         converted = convert_t2is(raw)
         assert criteria_dict(converted[0]["criteria"]) == CRITERIA_1
         assert criteria_dict(converted[1]["criteria"]) == CRITERIA_2

@@ -216,6 +216,17 @@ def test_broken_images_before_the_judge_is_loaded(tmp_path):
             script.evaluate(script.JudgeArguments(**options))
 
 
+def test_a_pair_without_a_decision_cannot_be_left_out(tmp_path):
+    """`--skip_broken` is an option of training."""
+    pair = {"images": ["a.png", "b.png"], "prompt": "Is it one color?", "completion": "Maybe"}
+    (data := tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n")
+    for name in pair["images"]:
+        Image.new("RGB", (32, 32)).save(tmp_path / name)
+    options = {"judge_model": "no/judge", "dataset_name": str(data), "output_dir": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="Row 0 of .*Correct it.$"):
+        script.evaluate(script.JudgeArguments(**options))
+
+
 def test_wrong_options(workspace, tiny_clip, tmp_path):
     common = f"--judge_model clip-i --dataset_name {workspace / 'rankings'} --output_dir {tmp_path} "
     for words, message in (

@@ -147,6 +147,8 @@ class TestMakePair:
             "completion": [{"role": "assistant", "content": "Yes. Both are red."}],
         }
         assert make_pair("a.png", "b.png", QUESTION, "No")["completion"][0]["content"] == "No"
+        with pytest.raises(ValueError, match="two images, but one is None"):
+            make_pair("a.png", None, QUESTION, "No")
         for flag, word in ((True, "Yes"), (False, "No")):
             assert make_pair("a", "b", QUESTION, flag) == make_pair("a", "b", QUESTION, word)
 

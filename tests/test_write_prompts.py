@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from chat_server import ChatServer, answer
@@ -60,6 +61,17 @@ def test_what_is_written_is_read(layout):
 def test_texts_that_would_break_the_markers(theme, panels, said):
     with pytest.raises(ValueError, match=said):
         format_image_set_prompt(theme, 1, 2, panels)
+
+
+def test_a_layout_of_other_types():
+    panels = ["It runs.", "It sleeps."]
+    assert format_image_set_prompt("A fox.", *np.array([1, 2]), panels) == format_image_set_prompt(
+        "A fox.", 1, 2, panels
+    )
+    with pytest.raises(ValueError, match="`rows` is '1' and `cols` 2; they must be whole numbers"):
+        format_image_set_prompt("A fox.", "1", 2, panels)
+    with pytest.raises(ValueError, match="`panels` is 'ab'; it must be a list"):
+        format_image_set_prompt("A fox.", 1, 2, "ab")
 
 
 # ---- The endpoint ----

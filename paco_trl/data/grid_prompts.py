@@ -4,6 +4,7 @@
 import itertools
 import re
 from collections.abc import Callable
+from numbers import Integral
 from typing import NamedTuple
 
 from ..utils.text import shorten
@@ -64,7 +65,7 @@ def find_markers(prompt: str) -> list[re.Match]:
 
 def _panel_markers(rows: int, cols: int) -> list[list[str]]:
     """Return the possible markers of a grid, row by row: by position, if all positions have names, and by number."""
-    numbers = [f"PANEL-{panel_index}:" for panel_index in range(1, rows * cols + 1)]
+    numbers = [f"PANEL-{panel_number}:" for panel_number in range(1, rows * cols + 1)]
     if rows not in _ROW_NAMES or cols not in _COL_NAMES or rows == cols == 1:
         return [numbers]
     positions = [filter(None, names) for names in itertools.product(_ROW_NAMES[rows], _COL_NAMES[cols])]
@@ -135,7 +136,7 @@ def format_image_set_prompt(theme: str, rows: int, cols: int, panels: list[str])
     Raises:
         ValueError: If the prompt would parse into other texts.
     """
-    if not (isinstance(rows, int) and isinstance(cols, int)):
+    if not (isinstance(rows, Integral) and isinstance(cols, Integral)):
         raise ValueError(f"`rows` is {rows!r} and `cols` {cols!r}; they must be whole numbers.")
     if isinstance(panels, str):
         raise ValueError(f"`panels` is {shorten(panels)}; it must be a list of texts.")

@@ -134,14 +134,14 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
             f"panel `<id>_<number>.png`, with ids such as {rows[0][column]!r}."
         )
     images: dict[str, dict[int | None, Path]] = {}
-    for path, (name, panel_index) in matches.items():
-        if (same_image := images.setdefault(name, {}).setdefault(panel_index, path)) != path:
+    for path, (name, panel_number) in matches.items():
+        if (same_image := images.setdefault(name, {}).setdefault(panel_number, path)) != path:
             raise ValueError(f"{same_image} and {path.name} are the same image of {name!r} in two formats. Keep one.")
-    panel_indices = [
+    panel_numbers = [
         (name, number) for name, panel_files in images.items() for number in panel_files if number is not None
     ]
-    first_number = int(bool(panel_indices) and all(number > 0 for _, number in panel_indices))
-    if first_number == 1 and not any(number == counts[name] for name, number in panel_indices):
+    first_number = int(bool(panel_numbers) and all(number > 0 for _, number in panel_numbers))
+    if first_number == 1 and not any(number == counts[name] for name, number in panel_numbers):
         raise ValueError(f"Panels in {folder} are numbered neither from 0 nor to the last. Add a first or last one.")
     sets = {}
     for row in rows:

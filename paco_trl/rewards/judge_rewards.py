@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import combinations
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,7 +241,7 @@ class ConsistencyReward(JudgedReward):
             raise ValueError(
                 f"`question` is {question!r}, but must be 'theme', 'criteria' or a question in your own words."
             )
-        if max_pairs is not None and not (isinstance(max_pairs, int) and max_pairs >= 1):
+        if max_pairs is not None and not (isinstance(max_pairs, Integral) and max_pairs >= 1):
             raise ValueError(f"`max_pairs` is {max_pairs!r}; it must be a whole number, at least 1, or None for all.")
         super().__init__(model, base_url, **kwargs)
         if question is None and isinstance(self.judge, ServedJudge):

@@ -1075,7 +1075,7 @@ DATASET_BUILDING = [
     *_mutants(
         "rewards/judge_rewards.py",
         "test_judged_rewards.py::TestConsistency::test_a_set_is_scored_by_at_least_one_pair",
-        ("isinstance(max_pairs, int) and max_pairs >= 1", "isinstance(max_pairs, int) and max_pairs >= 0"),
+        ("isinstance(max_pairs, Integral) and max_pairs >= 1", "isinstance(max_pairs, Integral) and max_pairs >= 0"),
     ),
     *_mutants(
         "trainer/config_utils.py",
