@@ -5,6 +5,7 @@ which has each family, kind of quantized weights and attention backend.
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -325,6 +326,7 @@ class TestWhatIsOnTheDevice:
         for name, words in (("turns", ""), ("together", "--offload False")):
             data, common = f"--dataset_name {sets}", f"--adapter {trained} {words}".split()
             evaluate.main([*f"generate {data} --output_dir {tmp_path}/{name}/images".split(), *common])
+            gc.collect()  # of a pipeline and its hooks, which reference each other: in use, its process has ended
             build.main(f"prompts {data} --build_dir {tmp_path}/{name}/build".split())
             build.main([*f"grids --build_dir {tmp_path}/{name}/build --seeds 0 1".split(), *common])
             if name == "turns":
