@@ -65,11 +65,23 @@ class ImageRun:
         family = self.pipeline.family
         is_single = self.rows.is_anchored and not family.batches_sources
         self.max_batch_size = 1 if is_single else family.max_batch_size or MAX_BATCH_SIZE
-        names = ("quantization", "offload_embeddings", "offload_rewards", "ema_offload", "vae_tiling")
-        self.settings = {name: getattr(args, name) for name in names} | {
-            "batch_size": args.round_plan.batch_size, "gradient_checkpointing": args.activation_checkpointing,
-            "uses_judge_server": not self.judges, "num_processes": args.round_plan.num_processes,
-        }  # fmt: skip
+
+    def plan(self, zero_stage: int | None, is_fsdp: bool) -> MemoryPlan:
+        args = self.args
+        return MemoryPlan(
+            self,
+            batch_size=args.round_plan.batch_size,
+            gradient_checkpointing=args.activation_checkpointing,
+            quantization=args.quantization,
+            offload_embeddings=args.offload_embeddings,
+            offload_rewards=args.offload_rewards,
+            ema_offload=args.ema_offload,
+            vae_tiling=args.vae_tiling,
+            uses_judge_server=not self.judges,
+            zero_stage=zero_stage,
+            is_fsdp=is_fsdp,
+            num_processes=args.round_plan.num_processes,
+        )
 
     def _count_reference(self, is_continued: bool) -> int:
         """Count the bytes of the reference policy, 0 if it is the base model of a new adapter."""

@@ -85,10 +85,17 @@ class JudgeRun(JudgeNetwork):
         # Length of the longest pair
         self.num_tokens = min(judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf)
         self.size = f"{self.num_tokens} tokens, the longest pair that `max_pixels` and `max_length` admit"
-        self.settings = {
-            "batch_size": args.per_device_train_batch_size, "gradient_checkpointing": args.gradient_checkpointing,
-            "quantization": quantization, "num_processes": args.world_size,
-        }  # fmt: skip
+
+    def plan(self, zero_stage: int | None, is_fsdp: bool) -> MemoryPlan:
+        return MemoryPlan(
+            self,
+            batch_size=self.args.per_device_train_batch_size,
+            gradient_checkpointing=self.args.gradient_checkpointing,
+            quantization=self.quantization,
+            zero_stage=zero_stage,
+            is_fsdp=is_fsdp,
+            num_processes=self.args.world_size,
+        )
 
     def phases(self, plan: MemoryPlan) -> list[Phase]:
         frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)

@@ -88,4 +88,4 @@ def plan_memory(
             if train_dataset is None:
                 raise ValueError("The plan of an image model requires its prompts. Pass them as `train_dataset`.")
             run = ImageRun(model, args, peft_config, train_dataset, eval_dataset, reward_models, judge_quantization)
-    return MemoryPlan(run, zero_stage=stage, is_fsdp=uses_fsdp(), **run.settings)
+    return run.plan(stage, uses_fsdp())

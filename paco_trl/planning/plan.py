@@ -57,6 +57,9 @@ class Run(Protocol):
     size: str  # size of an image or a pair, for messages
     max_batch_size: int
 
+    def plan(self, zero_stage: int | None, is_fsdp: bool) -> "MemoryPlan":
+        """Plan the run with the settings of its config."""
+
     def phases(self, plan: "MemoryPlan") -> list[Phase]:
         """Count the memory of each phase of the run."""
 
