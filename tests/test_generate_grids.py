@@ -22,7 +22,8 @@ from paco_trl import load_for_inference
 from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.data.image_sets import complete_image_sets
 from paco_trl.generation.grids import generate_grids, plan_batches
-from paco_trl.generation.image_files import encoding_ahead, is_flat, plain_prompt_arguments
+from paco_trl.generation.image_files import is_flat, plain_prompt_arguments
+from paco_trl.generation.prompt_encoding import encoding_ahead
 from paco_trl.rollout import keyed_generator
 from paco_trl.utils.stage_folder import StageFolder
 from tiny_models import build_tiny_flux2_klein

@@ -9,8 +9,8 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +73,34 @@ logger = logging.getLogger(__name__)
 ImageIndex = tuple[int, int]
 
 
+@dataclass
+class PromptSystem:
+    """The base model or an adapter, with its images and their scores."""
+
+    role: str  # `"base"` or `"tuned"`
+    name: str  # name in reports
+    leak: str | None  # warns that it was trained on a prompt
+    settings: dict[str, Any]  # settings of the images, as reports show them
+    folder: Path
+    files: dict[ImageIndex, Path]
+    scores: dict[str, dict[SampleKey, float]] = field(default_factory=dict)  # by reward; NaN where it gave none
+
+    def count_failures(self, reward: str) -> int:
+        """Count the images without a score."""
+        return sum(map(math.isnan, self.scores[reward].values()))
+
+    def sum_scores(self) -> dict[SampleKey, float]:
+        """Sum the rewards of each image; NaN if any gave none."""
+        return {index: sum(values[index] for values in self.scores.values()) for index in self.files}
+
+    def entry(self) -> dict[str, Any]:
+        """Return the system as results have it, with the number of its images and of those without a score."""
+        counts = {"images": len(self.files)} | {
+            f"images without {name}": self.count_failures(name) for name in self.scores
+        }
+        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
+
+
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page per adapter. Interrupted evaluations resume."""
     base, *adapter_specs = _read_systems(args)
@@ -93,7 +121,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         systems = _generate_systems(args, [base, *adapter_specs], leaks, settings, rows, accelerator)
         with placed_on(models, accelerator.device):
             for system in systems:
-                system["scores"] = _score(rewards, rows, system["files"], system["folder"])
+                system.scores = _score(rewards, rows, system.files, system.folder)
         if accelerator.is_main_process:
             _write_pages(args, systems, rows, rewards.names)
 
@@ -137,9 +165,9 @@ def _generate_systems(
     settings: dict[str, Any],
     rows: PromptRows,
     accelerator: Accelerator,
-) -> list[dict[str, Any]]:
-    """Generate the missing images of the base model and the adapters; return the files and descriptions of all."""
-    systems: list[dict[str, Any]] = []
+) -> list[PromptSystem]:
+    """Generate the missing images of the base model and the adapters."""
+    systems: list[PromptSystem] = []
     public_settings = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     for name, adapter, spec, leak in zip(args.folders, [None, *(args.adapter or [])], specs, leaks, strict=True):
         weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
@@ -150,13 +178,13 @@ def _generate_systems(
         if not all(path.exists() for path in files.values()):
             _generate(spec, settings, rows, files, accelerator)
             gc.collect()
-        system = {"role": "tuned" if adapter else "base", "name": public_name(adapter or spec.model), "leak": leak}
-        systems.append(system | {"settings": public_settings, "folder": folder, "files": files})
+        role = "tuned" if adapter else "base"
+        systems.append(PromptSystem(role, public_name(adapter or spec.model), leak, public_settings, folder, files))
     return systems
 
 
 def _write_pages(
-    args: PromptsArguments, systems: list[dict[str, Any]], rows: PromptRows, reward_names: list[str]
+    args: PromptsArguments, systems: list[PromptSystem], rows: PromptRows, reward_names: list[str]
 ) -> None:
     """Write and print the results of each adapter beside its base model, or of the base model alone."""
     sources = Path(args.output_dir) / "base" / "sources"  # source images of prompts
@@ -167,7 +195,7 @@ def _write_pages(
     base, *tuned = systems
     for page_systems in [[base, system] for system in tuned] or [[base]]:
         results = _results(public_name(str(args.dataset_name)), rows, reward_names, page_systems, sources)
-        paths = save_generation_report(results, page_systems[-1]["folder"], args.num_shown)
+        paths = save_generation_report(results, page_systems[-1].folder, args.num_shown)
         print_report(results, console := Console())
         console.print(f"Page: {escape(str(paths['html']))}", soft_wrap=True)
 
@@ -328,56 +356,69 @@ def _score(
 
 
 def _results(
-    dataset: str, rows: PromptRows, names: list[str], systems: Sequence[dict[str, Any]], sources: Path
+    dataset: str, rows: PromptRows, names: list[str], systems: Sequence[PromptSystem], sources: Path
 ) -> GenerationResults:
     """Compute the means of the rewards and of their sum, with intervals over prompts, and the paired gains."""
-    columns = [dict(system["scores"]) for system in systems]
-    labels = {name: name for name in names} | ({"sum": "sum of the rewards"} if len(names) > 1 else {})
-    system_entries, alerts = [], []
-    for system, values in zip(systems, columns, strict=True):
-        total = len(system["files"])
-        name = system["name"]
-        failure_counts = {reward: sum(map(math.isnan, values[reward].values())) for reward in names}
-        counts = {"images": total} | {f"images without {reward}": count for reward, count in failure_counts.items()}
-        system_entries.append({key: system[key] for key in ("role", "name", "settings")} | {"counts": counts})
-        alerts += [
-            f"{reward} gave no score for {count} of {total} images of {name}, which are left out of its results."
-            for reward, count in failure_counts.items()
-            if count
-        ]
-        if "sum" in labels:
-            values["sum"] = {index: sum(values[reward][index] for reward in names) for index in system["files"]}
+    labels = {name: name for name in names}
+    columns = [dict(system.scores) for system in systems]
+    if len(names) > 1:
+        labels["sum"] = "sum of the rewards"
+        columns = [values | {"sum": system.sum_scores()} for system, values in zip(systems, columns, strict=True)]
     lines = [
         MetricRow(name, label, "dimension" if name in names else "average", "", [name])
         for name, label in labels.items()
     ]
-    prompt_ids = rows.dataset["id"] if "id" in rows.dataset.column_names else None
-    has_several = len(systems[0]["files"]) > len(rows)
-    has_layout = "layout" in rows.dataset.column_names
-    is_separate = [layout == SEPARATE for layout in rows.dataset["layout"]] if has_layout else [False] * len(rows)
-    sets = [
-        {
-            "key": (f"prompt {row + 1}" if prompt_ids is None else str(prompt_ids[row]))
-            + f", image {image + 1}" * has_several,
-            "prompt": rows.prompts[row],
-            "source": None if rows.sources is None else str(sources / f"{row}.png"),
-            "pictures": [[str(system["files"][row, image])] for system in systems],
-            "panels": list(rows.layouts[row]),
-            "is_separate": is_separate[row],
-            "scores": [{name: values[name][row, image] for name in labels} for values in columns],
-        }
-        for row, image in systems[0]["files"]
+    alerts = [
+        f"{name} gave no score for {count} of {len(system.files)} images of {system.name}, which are left out of its "
+        "results."
+        for system in systems
+        for name in names
+        if (count := system.count_failures(name))
     ]
+    alerts += [system.leak for system in systems if system.leak]
     leakage = (
         "An adapter that was trained on these prompts may only be better on them. Of its training prompts only the "
         "first was looked for."
     )
-    alerts += [system["leak"] for system in systems if system["leak"]]
     noise = (
         "Image k of a prompt starts from the same noise for all models, as in `evaluate()` of training with this seed."
     )
     return {
-        "benchmark": None, "dataset": dataset, "num_prompts": len(rows), "systems": system_entries, "scorers": {},
-        "tables": [table("Rewards", lines, columns)], "breakdowns": [], "alerts": alerts,
-        "notes": [noise, leakage], "sets": sets, "headline": list(labels)[-1],
-    }  # fmt: skip
+        "benchmark": None,
+        "dataset": dataset,
+        "num_prompts": len(rows),
+        "systems": [system.entry() for system in systems],
+        "scorers": {},
+        "tables": [table("Rewards", lines, columns)],
+        "breakdowns": [],
+        "alerts": alerts,
+        "notes": [noise, leakage],
+        "sets": _sets(rows, systems, columns, labels, sources),
+        "headline": list(labels)[-1],
+    }
+
+
+def _sets(
+    rows: PromptRows,
+    systems: Sequence[PromptSystem],
+    columns: Sequence[dict[str, dict[SampleKey, float]]],
+    metrics: Iterable[str],
+    sources: Path,
+) -> list[dict[str, Any]]:
+    """Return each image of the systems side by side, with its scores, as the page shows them."""
+    dataset = rows.dataset
+    prompt_ids = dataset["id"] if "id" in dataset.column_names else [f"prompt {row + 1}" for row in range(len(rows))]
+    layouts = dataset["layout"] if "layout" in dataset.column_names else [None] * len(rows)
+    has_several = len(systems[0].files) > len(rows)
+    return [
+        {
+            "key": f"{prompt_ids[row]}" + f", image {image + 1}" * has_several,
+            "prompt": rows.prompts[row],
+            "source": None if rows.sources is None else str(sources / f"{row}.png"),
+            "pictures": [[str(system.files[row, image])] for system in systems],
+            "panels": list(rows.layouts[row]),
+            "is_separate": layouts[row] == SEPARATE,
+            "scores": [{name: values[name][row, image] for name in metrics} for values in columns],
+        }
+        for row, image in systems[0].files
+    ]

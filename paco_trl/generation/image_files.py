@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image files from a pipeline: existing ones are kept, and the missing ones divided among the processes."""
 
-import copy
 import inspect
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from ..utils.images import to_png
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import join_first, shorten
+from .prompt_encoding import encoding_ahead
 
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-# Prompts to encode per turn of the text encoders
-_PROMPTS_AHEAD = 32
 
 
 def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[str]:
@@ -109,74 +105,6 @@ def negative_prompts_of(
         if negative is not None and family is not None:
             family.resolve_negative_prompt(pipeline, scale, negative)
     return [call_arguments.get("negative_prompt") if negative is None else negative for negative in row_prompts]
-
-
-@contextmanager
-def encoding_ahead(
-    pipeline: "DiffusionPipeline", upcoming: list[str | list[str]], truncations: Counter[str]
-) -> Iterator[None]:
-    """
-    If text encoders and transformer take turns on the device, encode many of the `upcoming` prompts per turn.
-
-    `truncations` counts a prompt whenever it is used, as without turns.
-    """
-    from accelerate.utils import send_to_device
-
-    offloader, encode = (getattr(pipeline, name, None) for name in ("paco_trl_offloader", "encode_prompt"))
-    if offloader is None or encode is None:
-        yield
-        return
-    cached_prompts = dict[str, Any]()
-    cached_negatives = dict[str, Any]()
-    start = 0
-    signature = inspect.signature(encode)
-    settings = set[str]()
-
-    def encode_ahead(*args: Any, **kwargs: Any) -> Any:
-        nonlocal start
-        arguments = signature.bind(*args, **kwargs).arguments  # many pipelines pass the prompt by position
-        if "prompt" not in arguments or not all(map(_is_plain, arguments.values())):  # has source images, for example
-            return encode(*args, **kwargs)
-
-        def key(prompt: str | list[str]) -> str:
-            return repr(arguments | {"prompt": prompt})
-
-        prompt = arguments["prompt"]
-        settings.add(key(""))
-        if key(prompt) not in cached_prompts | cached_negatives:
-            cache = cached_prompts
-            batch = [prompt]
-            if prompt in upcoming[start:]:
-                start = upcoming.index(prompt, start)
-                # With negative prompts per row, upcoming prompts have other arguments
-                batch = upcoming[start : start + _PROMPTS_AHEAD] if len(settings) == 1 else batch
-            else:  # a negative prompt
-                cache = cached_negatives
-            if cache is cached_prompts or len(cached_negatives) == _PROMPTS_AHEAD:
-                cache.clear()
-            for text in batch:
-                if key(text) not in cache:
-                    kwargs_copy = copy.deepcopy(arguments | {"prompt": text})  # Z-Image modifies lists in place
-                    earlier_truncations = truncations.copy()
-                    embeddings = send_to_device(encode(**kwargs_copy), "cpu")
-                    cache[key(text)] = embeddings, truncations - earlier_truncations
-                    truncations.subtract(truncations - earlier_truncations)
-        embeddings, prompt_truncations = (cached_prompts | cached_negatives)[key(prompt)]
-        truncations.update(prompt_truncations)
-        return send_to_device(embeddings, offloader.device)
-
-    pipeline.encode_prompt = encode_ahead
-    try:
-        yield
-    finally:
-        del pipeline.encode_prompt
-
-
-def _is_plain(value: Any) -> bool:
-    import torch
-
-    items = value if isinstance(value, list | tuple) else [value]
-    return all(item is None or isinstance(item, str | int | float | torch.device) for item in items)
 
 
 def _warn_of_truncated(
