@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from PIL import Image
@@ -65,18 +65,30 @@ class JudgeUnavailableError(RuntimeError):
     """Stops a run: the judge cannot be queried at all, because it is down, refuses the key, or lacks the model."""
 
 
-class Answer(NamedTuple):
-    """A judge's score for a question, P(Yes) / (P(Yes) + P(No)) or a rating, or why there is none (`NO_SCORE`)."""
+Score = TypeVar("Score")
 
-    score: Any  # or the log-probabilities of tokens, from `_read_tokens`, or the scores written in an answer
+
+class Answer(NamedTuple, Generic[Score]):
+    """
+    A judge's answer to a question, or why there is none (`NO_SCORE`).
+
+    Attributes:
+        score (`float` or `None`):
+            P(Yes) / (P(Yes) + P(No)) or a rating from 0 to 1. An answer in words has a tuple of the numbers that the
+            judge wrote instead.
+        reason (`str` or `None`):
+            Why `score` is `None`.
+    """
+
+    score: Score | None
     reason: str | None = None
 
 
-class _RequestSpec(NamedTuple):
+class _RequestSpec(NamedTuple, Generic[Score]):
     """Options of a request, and how its answer is read, and described if that fails."""
 
     options: dict[str, Any]
-    read: Callable[["ChatCompletion"], Answer]
+    read: Callable[["ChatCompletion"], Answer[Score]]
     describe: Callable[["ChatCompletion"], str]
 
 
@@ -319,7 +331,7 @@ class ServedJudge:
 
     async def answer(
         self, images: Sequence[ImageGroup], prompts: str | list[str], scale: int | None = None
-    ) -> list[Answer]:
+    ) -> list[Answer[float]]:
         """
         Score pairs like [`~ServedJudge.score`], or rate pairs or single images like [`~paco_trl.PaCoReward.rate`] if
         `scale` is set, but as a coroutine and with the reasons for missing scores.
@@ -334,7 +346,7 @@ class ServedJudge:
         best: float,
         seeds: Sequence[int | None],
         labels: Sequence[str] | None = None,
-    ) -> Future[list[Answer]]:
+    ) -> Future[list[Answer[tuple[float, ...]]]]:
         """
         Let the model answer in words, and read the scores that it writes: of each question, a tuple of `count` numbers
         from 0 to `best`, from [`~paco_trl.rewards.written_scores.read_scores`]. An answer with a seed is sampled.
@@ -441,9 +453,9 @@ class ServedJudge:
         self,
         groups: Sequence[ImageGroup],
         prompts: str | list[str],
-        specs: _RequestSpec | Sequence[_RequestSpec],
+        specs: _RequestSpec[Score] | Sequence[_RequestSpec[Score]],
         labels: Sequence[str] | None = None,
-    ) -> list[Answer]:
+    ) -> list[Answer[Score]]:
         groups = [check_list(group, "images[...]") for group in check_list(groups)]
         prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
         specs = [specs] * len(groups) if isinstance(specs, _RequestSpec) else specs
@@ -471,7 +483,7 @@ class ServedJudge:
             logger.warning(f"{self.name} did not answer {reasons.total()} of {len(answers)} questions: {counts}.")
         return answers
 
-    async def _query(self, body: dict, spec: _RequestSpec) -> Answer:
+    async def _query(self, body: dict, spec: _RequestSpec[Score]) -> Answer[Score]:
         async with self._request_slots:
             try:
                 async with asyncio.timeout(self.time_budget):
@@ -567,7 +579,7 @@ def _describe_tokens(completion: "ChatCompletion") -> str:
     return f"its likeliest first tokens: {', '.join(tokens) or 'none'}"
 
 
-def _read_tokens(completion: "ChatCompletion") -> Answer:
+def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     logprobs: dict[str, float] = {}
     for token, logprob in _read_entries(completion):
@@ -576,7 +588,7 @@ def _read_tokens(completion: "ChatCompletion") -> Answer:
     return Answer(logprobs) if logprobs else Answer(None, "unreadable")
 
 
-def _read_score(completion: "ChatCompletion") -> Answer:
+def _read_score(completion: "ChatCompletion") -> Answer[float]:
     logprobs, reason = _read_tokens(completion)
     if logprobs is None:
         return Answer(None, reason)
@@ -592,18 +604,18 @@ def _read_score(completion: "ChatCompletion") -> Answer:
     return Answer(score, "undecided" if score is None else None)
 
 
-def _first_token(scale: int | None = None) -> _RequestSpec:
+def _first_token(scale: int | None = None) -> _RequestSpec[float]:
     """Return how to ask for the score, or a rating, of the first token."""
     read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
-    return _FIRST_TOKENS._replace(read=read)
+    return _RequestSpec(_FIRST_TOKENS.options, read, _FIRST_TOKENS.describe)
 
 
-def _in_words(count: int, best: float, seed: int | None = None) -> _RequestSpec:
+def _in_words(count: int, best: float, seed: int | None = None) -> _RequestSpec[tuple[float, ...]]:
     """Return how to ask for an answer in words with `count` numbers from 0 to `best`, sampled if there is a seed."""
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": _MAX_WORDS_TOKENS}
     options |= {} if seed is None else {"temperature": _WORDS_TEMPERATURE, "seed": seed}
 
-    def read(completion: "ChatCompletion") -> Answer:
+    def read(completion: "ChatCompletion") -> Answer[tuple[float, ...]]:
         text = read_reply(completion, _MAX_WORDS_TOKENS).text
         scores = None if text is None else read_scores(text, count, best)
         return Answer(scores, "unreadable" if scores is None else None)
@@ -616,7 +628,7 @@ def _describe_words(completion: "ChatCompletion") -> str:
     return reply.reason or f"its answer: {shorten(reply.text)}"
 
 
-def _read_rating(completion: "ChatCompletion", scale: int) -> Answer:
+def _read_rating(completion: "ChatCompletion", scale: int) -> Answer[float]:
     entries = _read_entries(completion)
     if not entries:
         return Answer(None, "unreadable")

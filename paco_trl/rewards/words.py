@@ -55,7 +55,7 @@ class WordsPrompt(NamedTuple):
 
     def ask(
         self, judge: ServedJudge, groups: Sequence[ImageGroup], texts: Sequence[str], num_answers: int
-    ) -> Future[list[Answer]]:
+    ) -> Future[list[Answer[tuple[float, ...]]]]:
         """Start to ask about each group; each of the `num_answers` rounds asks all questions once."""
         seeds = range(num_answers) if num_answers > 1 else (None,)
         asked = [
@@ -68,7 +68,7 @@ class WordsPrompt(NamedTuple):
         return judge.write(images, prompts, counts, self.scale, answer_seeds, self.labels)
 
     def rate(
-        self, groups: Sequence[ImageGroup], answers: Sequence[Answer], num_answers: int
+        self, groups: Sequence[ImageGroup], answers: Sequence[Answer[tuple[float, ...]]], num_answers: int
     ) -> list[dict[str, float] | None]:
         """
         Return the scores of each group by name, from 0 to 1, and `overall`: the geometric mean over the questions of
@@ -80,7 +80,8 @@ class WordsPrompt(NamedTuple):
         for group in groups:
             questions = self.questions(len(group))
             rounds = [[next(remaining).score for _ in questions] for _ in range(num_answers)]
-            scores = [self._scores(questions, written) for written in rounds if None not in written]
+            readable = [[numbers for numbers in written if numbers is not None] for written in rounds]
+            scores = [self._scores(questions, written) for written in readable if len(written) == len(questions)]
             ratings.append(
                 {name: fmean(by_name[name] for by_name in scores) for name in scores[0]} if scores else None
             )

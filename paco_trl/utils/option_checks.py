@@ -142,7 +142,7 @@ def grpo_config_errors(
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
-    is_nft = hasattr(config, "num_noise_levels")  # a field of PaCoNFTConfig
+    is_nft = losses == NFT_LOSSES
     if args.loss_type not in losses:
         if is_nft:
             alternatives = "those of stochastic steps have `PaCoGRPOTrainer`: `paco-trl grpo`"
