@@ -225,6 +225,14 @@ class TestNFTVelocities:
         torch.testing.assert_close(negative, torch.full(SHAPE, 1 - 0.1 * 2**-7), rtol=1e-6, atol=0)
 
 
+def test_velocity_error_is_a_mean_over_the_elements():
+    velocity = torch.zeros(SHAPE)
+    velocity[0], velocity[1, 0] = 3.0, 2.0
+    part = velocity[1, 0].numel() / velocity[1].numel()
+    assert velocity_error(velocity, torch.ones(SHAPE)).tolist() == pytest.approx([4.0, 1.0, 1.0])
+    assert velocity_error(velocity, torch.zeros(SHAPE)).tolist() == pytest.approx([9.0, 4.0 * part, 0.0])
+
+
 class TestSelfNormalizedImageError:
     SIGMA = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
 

@@ -192,6 +192,16 @@ class TestWeigh:
                 assert entry["advantages"].tolist() == numbers[position // 2]
                 assert entry["trained_completions"] == (3, 2)[position // 2]
 
+    def test_a_step_is_idle_if_no_process_trains_an_image_in_it(self, round):
+        trained, numbers = round(0)
+        of_the_second = {*numbers[1], *round(1)[1][1]}
+        is_valid = torch.tensor([number not in of_the_second for number in range(8)])
+        trained.assign_advantages(torch.arange(8.0), is_valid, None)
+        assert [trained.is_idle_step(step) for step in range(4)] == [False, True] * 2
+        assert not trained.is_idle
+        trained.assign_advantages(torch.arange(8.0), torch.zeros(8, dtype=torch.bool), None)
+        assert trained.is_idle and trained.is_idle_step(0)
+
 
 class TestAssign:
     SEED = (42, 1, 0)
