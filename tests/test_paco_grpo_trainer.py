@@ -387,7 +387,8 @@ class TestRatio:
             statistics.add_ratio(record, ratio, {}, torch.ones(4))
             with nullcontext() if worst == 0.9e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
                 statistics.check_ratio(1)
-            statistics.finish(0, is_on_policy=True)
+            with nullcontext() if worst == 0.9e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
+                statistics.finish(0, is_on_policy=True, is_early=True)
         statistics.add_ratio(record, torch.tensor([1.0, torch.nan, 1.0, 1.0]), {}, torch.ones(4))
         with pytest.raises(RuntimeError, match="not finite at optimizer step 5"):
             statistics.finish(5, is_on_policy=False)
@@ -428,7 +429,8 @@ class TestRatio:
             statistics.add_ratio(record, torch.exp(log_prob - record.log_prob), {}, torch.ones(64))
             with pytest.raises(RuntimeError, match="ratio_tolerance") if difference == 0.3 else nullcontext():
                 statistics.check_ratio(1)
-            statistics.finish(0, is_on_policy=True)
+            with nullcontext() if worst == 0.9e-4 else pytest.raises(RuntimeError, match="ratio_tolerance"):
+                statistics.finish(0, is_on_policy=True, is_early=True)
             assert ("`epsilon` 0.0001" in caplog.text) == (difference > 0)
 
     def test_images_without_a_reward_are_not_in_the_means(self):
