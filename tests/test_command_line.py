@@ -173,7 +173,7 @@ class TestFiles:
         text = "learning_rate: 0.5\nheight: 20\nmax_steps: 30\nswap: no\nsde_steps: [1]\n"
         parsed = self.parse_checked(tmp_path, text, "--max_steps", "10", "--swap")
         assert (parsed.height, parsed.max_steps, parsed.sde_steps, parsed.learning_rate) == (5, 10, None, 0.5)
-        assert parsed.typed == {"max_steps", "swap", "learning_rate"}
+        assert parsed.chosen == {"max_steps", "swap", "learning_rate"}
         said = capsys.readouterr().err.splitlines()
         assert "test: without height=20 of the file, because of `--max_steps`." in said[0] and len(said) == 2
         parsed = self.parse_checked(tmp_path, text, "--max_steps", "25")
@@ -379,7 +379,7 @@ class TestOptions:
         names = ("sde_steps", "reward_weights", "resume_from_checkpoint", "model_init_kwargs", "height")
         words = [each for name in names for each in (f"--{name}", word)]
         (parsed,) = CommandParser(Arguments).parse_args_and_config([*words, "--save_strategy", "no"])
-        assert {getattr(parsed, name) for name in names} == {None} and parsed.typed == {"save_strategy"}
+        assert {getattr(parsed, name) for name in names} == {None} and parsed.chosen == {"save_strategy"}
         with pytest.raises(ValueError, match=word):
             CommandParser(Arguments).parse_args_and_config(["--max_steps", word])
 

@@ -446,7 +446,7 @@ class TestTypedOptions:
         assert parsed[1].panel_generation == "independent" and "panel_generation" in caplog.text
         sized = Dataset.from_dict(single | {"height": [64], "width": [64]})
         fit_panel_options(*parsed[:2], sized, None)  # the recipe has another height, which nobody typed
-        parsed[0].typed = parsed[0].on_command_line = {"height", "width"}
+        parsed[0].chosen = parsed[0].typed = {"height", "width"}
         fit_panel_options(*parsed[:2], sized, sets)  # where some rows have none
         with pytest.raises(ValueError, match="each row of the data has a height of its own"):
             fit_panel_options(*parsed[:2], sized, None)
@@ -456,7 +456,7 @@ class TestTypedOptions:
         with_model.model, parsed[1].offload_rewards = nn.Linear(1, 1), True
         fit_reward_options(*parsed[:2], [redness_reward, with_model])
         assert parsed[1].offload_rewards
-        parsed[0].typed.add("offload_rewards")
+        parsed[0].chosen.add("offload_rewards")
         fit_reward_options(*parsed[:2], [redness_reward])
         assert parsed[1].offload_rewards  # the trainer says that it does nothing
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # by the launcher

@@ -295,13 +295,13 @@ def test_a_reward_that_is_named_twice(field):
 def test_a_size_beside_rows_with_sizes_of_their_own(heights, caplog):
     """It would do nothing. The one that all rows have is right."""
     rows = Dataset.from_list([{"prompt": "A cat.", "height": height, "width": 64} for height in heights])
-    args = SimpleNamespace(typed={"height"}, on_command_line={"height"})
+    args = SimpleNamespace(chosen={"height"}, typed={"height"})
     sizes = SimpleNamespace(height=128, width=512, resolution_scale=1.0)
     message = r"`--height` is 128, but each row .* a height of its own \(64, 96\).*`--resolution_scale` trains"
     with pytest.raises(OptionError, match=message) if 64 in heights else nullcontext():
         check_sizes(args, sizes, rows)
     check_sizes(args, sizes, rows.remove_columns("height"))
-    check_sizes(SimpleNamespace(typed=set()), sizes, rows)
+    check_sizes(SimpleNamespace(chosen=set()), sizes, rows)
     assert not caplog.text
-    check_sizes(SimpleNamespace(typed={"height"}, on_command_line=set()), sizes, rows)  # of a copied recipe
+    check_sizes(SimpleNamespace(chosen={"height"}, typed=set()), sizes, rows)  # of a copied recipe
     assert ("`--height` is 128" in caplog.text) == (64 in heights)

@@ -285,7 +285,7 @@ def evaluate_images(args: arguments.ImagesArguments) -> None:
     def stage_arguments(cls: type, role: str, **overrides: Any) -> Any:
         shared_options = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
         stage_args = cls(**shared_options | overrides | {"output_dir": str(folder / role)})
-        stage_args.typed = {name for name in getattr(args, "typed", ()) if name not in overrides}
+        stage_args.chosen = {name for name in getattr(args, "chosen", ()) if name not in overrides}
         raise_errors(stage_args.errors())
         return stage_args
 

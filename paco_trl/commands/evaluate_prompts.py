@@ -137,11 +137,11 @@ def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArgume
         is_editing = base.card.trained_on == "edits"
     else:
         is_editing = config_options()["family_defaults"].get(class_name, {}).get("edits", False)
-    args.edits |= is_editing and "edits" not in args.typed  # as in training
+    args.edits |= is_editing and "edits" not in args.chosen  # as in training
     raise_errors(find_unused_edit_options(args))
     shared_fields = (*fields(PromptDataArguments), *fields(RewardOptions))
     script_args: Any = ScriptArguments(**{field.name: getattr(args, field.name) for field in shared_fields})
-    script_args.model_name_or_path, script_args.typed = base.model, args.typed
+    script_args.model_name_or_path, script_args.chosen = base.model, args.chosen
     dataset = load_train_prompts(script_args)
     settings = _settings(args, base)
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))

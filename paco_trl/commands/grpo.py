@@ -51,7 +51,7 @@ class ImageCommandParser(CommandParser):
     def parse_args_and_config(self, args: Sequence[str] | None = None, use_presets: bool = True) -> tuple:
         """Parse the options as the parent does, and warn of a learning rate that is for adapters."""
         script_args, training_args, *others = super().parse_args_and_config(args, use_presets)
-        if not script_args.use_peft and "learning_rate" not in script_args.typed:
+        if not script_args.use_peft and "learning_rate" not in script_args.chosen:
             logger.warning(
                 f"`learning_rate` is {training_args.learning_rate}, which is for adapters. All weights take much "
                 "less, such as 1e-5."

@@ -74,14 +74,14 @@ def config_options() -> dict[str, Any]:
 
 
 def find_unused(
-    args: Any, names: Iterable[str], where: str, *because: str, typed_only: bool = True
+    args: Any, names: Iterable[str], where: str, *because: str, chosen_only: bool = True
 ) -> Iterator[OptionError]:
     """
-    Find options without an effect that were typed, or also those that a recipe has set. `where` says why, and
+    Find options without an effect that you chose, or also those that a recipe has set. `where` says why, and
     `because` names the options that cause it.
     """
-    typed = getattr(args, "typed", ())
-    if unused := [name for name in names if (name in typed if typed_only else getattr(args, name) is not None)]:
+    chosen = getattr(args, "chosen", ())
+    if unused := [name for name in names if (name in chosen if chosen_only else getattr(args, name) is not None)]:
         flags = ", ".join(f"`--{name}`" for name in unused)
         yield OptionError(f"{flags} would do nothing {where}. Leave it out.", *unused, *because)
 

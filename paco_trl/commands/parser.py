@@ -314,7 +314,7 @@ class CommandParser(argparse.ArgumentParser):
         reads the model, is called unless `use_presets` is `False`.
 
         Options of the file that contradict the command line are dropped, and one line says so. The command's own
-        dataclasses get an attribute `typed`: the options that the user gave, on the command line or in a file other
+        dataclasses get an attribute `chosen`: the options that the user gave, on the command line or in a file other
         than a recipe of the package.
         """
         sources = self.read(sys.argv[1:] if args is None else args)
@@ -324,8 +324,8 @@ class CommandParser(argparse.ArgumentParser):
             sources.resolve_conflicts(lambda options: [*self._find_errors(*self._fill(options, sources.chosen))])
         parsed = self._fill(sources.values(), sources.chosen, is_built=True)
         for part in parsed:
-            if hasattr(part, "on_command_line"):
-                part.on_command_line = frozenset(sources.typed)
+            if hasattr(part, "typed"):
+                part.typed = frozenset(sources.typed)
         if os.environ.get("RANK", "0") == "0":
             final = {name: value for part in parsed for name, value in vars(part).items()}
             for message in sources.describe_left_out(final):
@@ -409,7 +409,7 @@ class CommandParser(argparse.ArgumentParser):
             except ValueError as error:  # of transformers
                 raise OptionError(str(error)) from error
             if not isinstance(kind, str):
-                parsed[-1].typed = {name for name in chosen if options.get(name) is not None}
+                parsed[-1].chosen = {name for name in chosen if options.get(name) is not None}
         return parsed
 
     def _find_errors(self, *parsed: Any) -> Iterator[OptionError]:

@@ -125,7 +125,7 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
     is_published = script_args.dataset_split is None and not Path(script_args.dataset_name).expanduser().is_file()
     names, where = (("dataset_config",), "with") if is_published else (("dataset_files", "eval_files"), "without")
     where = f"{where} the layout of PaCo-Dataset"
-    yield from find_unused(script_args, names, where, "dataset_split", "dataset_name", typed_only=False)
+    yield from find_unused(script_args, names, where, "dataset_split", "dataset_name", chosen_only=False)
 
 
 def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:

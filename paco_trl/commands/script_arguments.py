@@ -52,9 +52,9 @@ JUDGE_ANSWERS = "Answers to each question of `words:`; more than one are sampled
 class PromptDataArguments:
     """Pipeline, and the prompts that it gets."""
 
-    # Set by the parser: the options that you gave, and those among them that were on the command line
+    # Set by the parser: the options that you chose, on the command line or in your own file, and the typed ones of them
+    chosen: ClassVar[Set[str]] = frozenset()
     typed: ClassVar[Set[str]] = frozenset()
-    on_command_line: ClassVar[Set[str]] = frozenset()
 
     model_name_or_path: str = option("black-forest-labs/FLUX.1-dev", "Hub id or directory of the pipeline.")
     dataset_name: str | None = option(
@@ -160,7 +160,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
         message = "`--adapter` and `--use_peft False`, which trains all weights, exclude each other. Leave one out."
         yield OptionError(message, "adapter", "use_peft")
     elif is_full:
-        yield from find_unused(script_args, lora, "with `--use_peft False`", "use_peft", typed_only=False)
+        yield from find_unused(script_args, lora, "with `--use_peft False`", "use_peft", chosen_only=False)
     is_deepspeed = training_args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     is_sharded = is_deepspeed or uses_fsdp()
     settings = (training_args.quantization, is_full, is_sharded, training_args.compile_repeated_blocks)
@@ -267,7 +267,7 @@ def fit_panel_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", *dat
     if any(SEPARATE in dataset["layout"] for dataset in sets if "layout" in dataset.column_names):
         return
     for name in PANEL_OPTIONS:
-        if name not in script_args.typed and (value := getattr(args, name)) != (
+        if name not in script_args.chosen and (value := getattr(args, name)) != (
             default := getattr(PaCoGRPOConfig, name)
         ):
             logger.warning(
@@ -283,14 +283,14 @@ def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
             continue
         sizes = {size for dataset in datasets for size in dataset[name]}
         value = getattr(value_of, name)
-        if name not in args.typed or None in sizes or sizes == {value}:
+        if name not in args.chosen or None in sizes or sizes == {value}:
             continue
         scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
         message = (
             f"`--{name}` is {value}, but each row of the data has a {name} of its own "
             f"({join_first(sorted(map(str, sizes)))}). Leave the option out, or the columns of sizes in the data.{scaled}"
         )
-        if name in args.on_command_line:
+        if name in args.typed:
             raise OptionError(message, name)
         logger.warning(message)  # a copied recipe has a size, and fits data without
 
@@ -299,7 +299,7 @@ def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", fun
     """Drop a recipe's `offload_rewards` if no reward has a model in this process."""
     from ..rewards.scoring import offloadable_models
 
-    if args.offload_rewards and "offload_rewards" not in script_args.typed:
+    if args.offload_rewards and "offload_rewards" not in script_args.chosen:
         args.offload_rewards = bool(offloadable_models(functions, args.device))
 
 
@@ -481,7 +481,7 @@ def _default_named(script_args: ScriptArguments) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        if "rewards" in script_args.typed or script_args.rewards != RewardOptions().rewards:
+        if "rewards" in script_args.chosen or script_args.rewards != RewardOptions().rewards:
             raise
         message = (
             f"{error} The rewards are the default: consistency, which asks a judge about pairs of panels, and clip_t. "
