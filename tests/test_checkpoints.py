@@ -19,6 +19,7 @@ from paco_trl.checkpointing.checkpoints import (
     check_resumed_run,
     clear_staging,
     commit_checkpoint,
+    delete_checkpoint,
     find_checkpoint,
     how_to_resume,
     incomplete_files,
@@ -119,6 +120,7 @@ def test_copies_that_cannot_be_put_back_stay(tmp_path, monkeypatch, caplog):
     clear_staging(tmp_path)
     assert "Move that away" in caplog.text and find_checkpoint(tmp_path, "auto") is None
     assert how_to_resume(tmp_path) == "Nothing is saved."
+    delete_checkpoint(make(tmp_path, 8))  # saving and deleting others leaves the copy
     (checkpoint / "notes.txt").rename(tmp_path / "notes.txt")
     checkpoint.rmdir()
     assert find_checkpoint(tmp_path, True) == checkpoint and not incomplete_files(checkpoint)

@@ -45,21 +45,27 @@ def _warn(message: str) -> None:
     get_logger(__name__).warning(message)
 
 
-def clear_staging(output_dir: str | Path) -> None:
-    """Delete the staging folders of a run killed while saving. Only call it from the run that owns `output_dir`."""
-    folder = Path(output_dir) / STAGING
-    with suppress(OSError):
-        _restore_replaced(Path(output_dir))
-    if replaced := _find_replaced(Path(output_dir)):
-        names = ", ".join(path.name for path in replaced)
-        _warn(
-            f"'{folder}' keeps {names} of an interrupted run, because something incomplete is in its place. Move that "
-            "away."
-        )
-    elif folder.is_dir():
-        if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
-            _warn(f"An earlier run was stopped while saving {unfinished}. Deleting the unfinished files.")
-        shutil.rmtree(folder)
+def incomplete_files(checkpoint: str | Path) -> list[str]:
+    """List the missing or truncated files of a checkpoint, or `run.json` if their list itself is missing."""
+    if not (run := read_run(checkpoint)):
+        return [RUN_FILE]
+    # Not the card, which users and evaluations may edit
+    paths = {name: Path(checkpoint) / name for name in run["files"] if not name.endswith((".md", ".png"))}
+    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size < run["files"][n]]
+
+
+def _user_files(checkpoint: Path) -> list[Path]:
+    """List the files in a checkpoint's directory that paco_trl did not write, as relative paths."""
+    own_files = {*read_run(checkpoint).get("files", ()), RUN_FILE}
+    paths = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path for path in paths if str(path) not in own_files]
+
+
+# ---- Writing: staged, replaced, restored ----
+
+# A checkpoint is written to `.saving/checkpoint-N` (staged) and renamed. One that it replaces is first renamed to
+# `.saving/replaced-checkpoint-N`. After a kill between the two renames, there is no complete `checkpoint-N`: whoever
+# reads next puts the staged one in its place if that is complete, else the replaced one (restored).
 
 
 def commit_checkpoint(staging_dir: Path, output_dir: str | Path, run: dict) -> Path:
@@ -78,9 +84,16 @@ def commit_checkpoint(staging_dir: Path, output_dir: str | Path, run: dict) -> P
             shutil.copy2(target / path, staging_dir / path, follow_symlinks=False)
         os.replace(target, replaced_dir)
     os.replace(staging_dir, target)
-    shutil.rmtree(staging_dir.parent, ignore_errors=True)  # the checkpoint is complete
+    _delete_staged(replaced_dir)
     _sync(Path(output_dir))  # before older checkpoints are deleted
     return target
+
+
+def _delete_staged(path: Path) -> None:
+    """Delete a folder in the staging folder, which may keep the only copy of another checkpoint."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # not empty
+        path.parent.rmdir()
 
 
 def _find_replaced(folder: Path) -> dict[Path, Path]:
@@ -96,27 +109,30 @@ def _restore_replaced(folder: Path) -> None:
         shutil.rmtree(replaced_dir, ignore_errors=True)
 
 
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def _restore_interrupted(folder: Path) -> None:
+    """Put back a checkpoint that a killed run was replacing, unless a run is replacing it now."""
+    lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
+    if _find_replaced(folder) and take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT) is None:
+        with suppress(OSError):  # read-only, or restored by another process
+            _restore_replaced(folder)
+        lock.release()
 
 
-def incomplete_files(checkpoint: str | Path) -> list[str]:
-    """List the missing or truncated files of a checkpoint, or `run.json` if their list itself is missing."""
-    if not (run := read_run(checkpoint)):
-        return [RUN_FILE]
-    # Not the card, which users and evaluations may edit
-    paths = {name: Path(checkpoint) / name for name in run["files"] if not name.endswith((".md", ".png"))}
-    return [n for n, path in paths.items() if not path.is_file() or path.stat().st_size < run["files"][n]]
-
-
-def _user_files(checkpoint: Path) -> list[Path]:
-    """List the files in a checkpoint's directory that paco_trl did not write, as relative paths."""
-    own_files = {*read_run(checkpoint).get("files", ()), RUN_FILE}
-    paths = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [path for path in paths if str(path) not in own_files]
+def clear_staging(output_dir: str | Path) -> None:
+    """Delete the staging folders of a run killed while saving. Only call it from the run that owns `output_dir`."""
+    folder = Path(output_dir) / STAGING
+    with suppress(OSError):
+        _restore_replaced(Path(output_dir))
+    if replaced := _find_replaced(Path(output_dir)):
+        names = ", ".join(path.name for path in replaced)
+        _warn(
+            f"'{folder}' keeps {names} of an interrupted run, because something incomplete is in its place. Move that "
+            "away."
+        )
+    elif folder.is_dir():
+        if unfinished := ", ".join(sorted(path.name for path in folder.iterdir())):
+            _warn(f"An earlier run was stopped while saving {unfinished}. Deleting the unfinished files.")
+        shutil.rmtree(folder)
 
 
 def delete_checkpoint(checkpoint: Path) -> None:
@@ -130,16 +146,17 @@ def delete_checkpoint(checkpoint: Path) -> None:
     trash = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
     trash.parent.mkdir(exist_ok=True)
     os.replace(checkpoint, trash)
-    shutil.rmtree(trash.parent, ignore_errors=True)
+    _delete_staged(trash)
 
 
-def _restore_interrupted(folder: Path) -> None:
-    """Put back a checkpoint that a killed run was replacing, unless a run is replacing it now."""
-    lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
-    if _find_replaced(folder) and take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT) is None:
-        with suppress(OSError):  # read-only, or restored by another process
-            _restore_replaced(folder)
-        lock.release()
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+# ---- Finding ----
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -285,7 +302,7 @@ def write_checkpoint(
                 with suppress(OSError):
                     _restore_replaced(Path(output_dir))
                 if not _find_replaced(Path(output_dir)):  # otherwise it has the only complete copies
-                    shutil.rmtree(folder.parent, ignore_errors=True)  # to free its space
+                    _delete_staged(folder)  # to free its space
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Free "
                 "disk space and resume (`resume_from_checkpoint=True`)."
