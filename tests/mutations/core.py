@@ -189,7 +189,7 @@ MUTANTS = [
     (T + "paco_nft_trainer.py", "times[: args.num_inference_steps - 1]", "times[: args.num_inference_steps]", NFT + "::TestTraining::test_all_times_of_the_schedule_but_the_last_at_the_default"),
     (T + "paco_nft_trainer.py", "keyed_generator(*sample.noise_key, 1) for", "keyed_generator(*sample.noise_key, 0) for", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
     (T + "paco_nft_trainer.py", "schedule[torch.randperm(len(schedule), generator=generator)[:levels]]", "schedule[torch.randperm(len(schedule), generator=generator).sort().values[:levels]]", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
-    (T + "paco_nft_trainer.py", "latents = last.prev_sample", "latents = last.sample", NFT + "::TestLoss::test_what_is_trained_follows_from_keys_alone"),
+    (T + "paco_nft_trainer.py", "latents = last.prev_sample", "latents = last.sample", NFT + "::TestLoss::test_the_latents_are_those_of_the_images"),
     (T + "paco_nft_trainer.py", "loss = loss + self.beta * kl", "loss = loss - self.beta * kl", NFT + DIRECT),
     (T + "nft_objectives.py", "nft_reward_probability(advantages, self.advantage_clip)", "nft_reward_probability(advantages, 1.0)", NFT + DIRECT),
     (T + "nft_objectives.py", "probability, beta, step.times)", "probability, beta, None)", NFT + DIRECT),
