@@ -18,7 +18,7 @@ import launching
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
-from paco_trl.trainer.losses import RatioStatistics
+from paco_trl.trainer.step_statistics import RatioStatistics
 from paco_trl.utils import option_checks
 from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring

@@ -85,7 +85,7 @@ def test_advantages_and_reward_metrics_are_those_of_trl(make_trainer, monkeypatc
 
     monkeypatch.setattr(round_trainer, "group_advantages", keep_advantages)
     trainer.train()
-    rewards = seen["scores"].rewards
+    rewards = seen["scores"][0].rewards
     assert rewards.shape == (16, 2) and (rewards.std(dim=0) > 1e-5).all()
     advantages, metrics = trl_rewards(trainer, rewards)
     largest = advantages.abs().max().item()

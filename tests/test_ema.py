@@ -171,7 +171,7 @@ class TestSwap:
         assert all(are_equal(weights, trainer.ema.average) for weights in used)
         assert are_equal(weights_of(trainer), raw)
 
-        trainer.averages.clear()
+        trainer._average_callbacks.clear()
         assert trainer.evaluate()["eval_reward"] != averaged
         assert len(used) == 4
         assert all(are_equal(weights, raw) for weights in used[2:])
@@ -189,7 +189,7 @@ class TestFiles:
         assert are_equal(weights_of(trainer), raw)
         assert "moving average, decay 0.9" in (tmp_path / "saved" / "README.md").read_text()
 
-        trainer.averages.clear()
+        trainer._average_callbacks.clear()
         trainer.save_model(str(tmp_path / "raw"))
         assert are_equal(peft_file(tmp_path / "raw"), raw)
         assert are_equal(diffusers_file(tmp_path / "raw"), raw)
@@ -283,10 +283,10 @@ def train_and_look(model: str, output: Path, options: dict) -> None:
     class Evaluate(TrainerCallback):
         def on_train_end(self, args, state, control, **kwargs):
             # Here the weights still are where training had them
-            own, averages = look.read(), trainer.averages
+            own, averages = look.read(), trainer._average_callbacks
             for name, used in (("average", averages), ("raw", {}), ("again", averages)):
                 series.append(name)
-                trainer.averages = used
+                trainer._average_callbacks = used
                 found[name] = trainer.evaluate()["eval_reward"]
             trainer.save_model(str(output / "saved"))
             found["back"] = are_equal(look.read(), own)

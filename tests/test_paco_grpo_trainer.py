@@ -34,11 +34,10 @@ from paco_trl.rollout import (
 from paco_trl.rollout.policy import compute_log_prob
 from paco_trl.trainer.losses import (
     PolicyStep,
-    RatioStatistics,
     clipped_surrogate,
     guarded_surrogate,
-    predicted_deviation,
 )
+from paco_trl.trainer.step_statistics import RatioStatistics, predicted_deviation
 from testing_utils import (
     are_equal,
     check_planted_reward,
@@ -110,6 +109,7 @@ class TestLoss:
     def test_loss_and_gradient_equal_a_direct_computation(self, make_small, monkeypatch, beta):
         trainer = make_small(beta=beta, epsilon=0.01)
         trainer.state.max_steps = 2
+        trainer._ensure_round()
         inputs = trainer._prepare_inputs(None)
         trainer.state.global_step = 1
         trainer._initial_global_step = 0  # as `train()` sets it

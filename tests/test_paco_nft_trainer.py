@@ -18,7 +18,8 @@ from paco_trl.rewards import redness_reward
 from paco_trl.rollout import FluxFamily, keyed_generator
 from paco_trl.rollout.families import Family
 from paco_trl.rollout.policy import RecordingOptions
-from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS, VelocityStatistics
+from paco_trl.trainer.paco_nft_trainer import OLD_POLICY_WEIGHTS
+from paco_trl.trainer.step_statistics import VelocityStatistics
 from test_rollout_batch import rows_of_calls
 from testing_utils import (
     are_equal,
@@ -237,10 +238,11 @@ class TestInherited:
         metrics = trainer.evaluate()
         assert metrics["eval_reward"] != metrics["eval_reward_baseline"]
         with use_weights(trainer.model, trainer.old_policy.average, 0):
-            averages, trainer.averages = trainer.averages, {OLD_POLICY_WEIGHTS: trainer.old_policy}
+            callbacks = trainer._average_callbacks
+            trainer._average_callbacks = {OLD_POLICY_WEIGHTS: callbacks[OLD_POLICY_WEIGHTS]}
             of_old = trainer.evaluate()
         assert of_old["eval_reward"] != metrics["eval_reward"]
-        trainer.averages = averages
+        trainer._average_callbacks = callbacks
         trainer.save_model()
         loaded = PeftModel.from_pretrained(DiffusionPipeline.from_pretrained(tiny_flux).transformer, tmp_path / "out")
         saved = {name: p for name, p in loaded.named_parameters() if "lora_" in name}

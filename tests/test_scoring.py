@@ -232,7 +232,7 @@ def test_a_call_of_a_reward_that_asks_for_num_generations_has_all_images_of_a_pr
     trainer.train()
     assert len(calls) == 4 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts, _ in calls)
     assert len({prompts[0] for prompts, _ in calls}) == 4
-    (scores,) = seen
+    ((scores, _),) = seen
     ranks, redness = scores.rewards.view(4, 4, 2).unbind(-1)
     assert scores.extra["redness"] == pytest.approx(redness.flatten().tolist())
     expected = (redness.unsqueeze(2) > redness.unsqueeze(1)).sum(dim=2) / 3

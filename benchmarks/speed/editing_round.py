@@ -451,12 +451,12 @@ class EditingTrainer(PaCoGRPOTrainer):
             yield recording
 
     def _roll_out(self, round: TrainingRound, batches: list):
-        scores = super()._roll_out(round, batches)
+        scores, timings = super()._roll_out(round, batches)
         with self.watch.section("digests"):
             latents = [step.prev_sample for batch in batches for step in batch.steps]
             pixels = [torch.from_numpy(np.array(completion.image)) for completion in round.completions]
             self._current.images = digest([*pixels, *latents])
-        return scores
+        return scores, timings
 
     def _inputs(self, encoded: EncodedRows, numbers: list[int]):
         if self._current.recipe == AGAIN:

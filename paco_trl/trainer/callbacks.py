@@ -27,6 +27,7 @@ class AverageCallback(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
+        self.average: EMA | None = None  # `None` until `train()` begins
 
     def decay(self, step: int) -> float:
         """Return the decay of an update."""
@@ -38,12 +39,12 @@ class AverageCallback(TrainerCallback):
         average = EMA(trainer.model, self.decay(state.global_step), trainer.zero_stage, args.ema_offload)
         if checkpoint is not None and (checkpoint / self.file).exists():
             average.load_state_dict(load_file(checkpoint / self.file))
-        trainer.averages[self.file] = average
+        self.average = average
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Follow an update of the weights."""
-        if not self.trainer.is_idle_step:
-            self.trainer.averages[self.file].step()
+        if self.average is not None and not self.trainer.is_idle_step:
+            self.average.step()
 
 
 class ImageStatisticsCallback(TrainerCallback):

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,23 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """An evaluation, and that of the untrained model (`eval_baseline`), if there is one."""
+
+    after: Evaluation
+    before: Evaluation | None
+    # Until something is trained, both are the same object: the same weights and noise give the same images
+    is_untrained: bool = False
+
+
+@dataclass(frozen=True)
 class TrainedModel:
     """The model of a run: it is evaluated with its averaged weights, and as it was before training."""
 
     model: nn.Module
     average: dict[str, torch.Tensor] | None  # this process's part of the averaged weights; `None` without `ema_decay`
     zero_stage: int
-    engine: nn.Module | None  # engine of ZeRO-3, whose weights are gathered for generation
+    engine: nn.Module | None  # engine of ZeRO-3, or FSDP2's model, whose weights are gathered for generation
     state: TrainerState
     is_resumed: bool
 
@@ -124,20 +133,20 @@ class Evaluator:
         rows = next(read, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.resolve_for_pipeline(self.policy.pipeline, self.policy.family)
 
-    def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation, Evaluation | None]:
+    def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> Comparison:
         """
         Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all
         ranks.
-
-        Both are one evaluation as long as nothing is trained: the same weights and noise give the same images.
         """
-        before, is_new = self.baseline(rows, name, trained)
-        # The untrained weights of full fine-tuning are those at the start; an adapter may continue a trained one
-        is_start = is_new and trained.state.global_step == 0 and not isinstance(trained.model, PeftModel)
-        if before is not None and (is_start or trained.has_zero_adapter(self.policy.accelerator)):
-            return before, before
+        is_known = self.baseline_key(rows) in self._baselines
+        before = self.ensure_baseline(rows, name, trained) if self.args.eval_baseline else None
+        if before is not None:
+            # The untrained weights of full fine-tuning are those at the start; an adapter may continue a trained one
+            is_start = not is_known and trained.state.global_step == 0 and not isinstance(trained.model, PeftModel)
+            if is_start or trained.has_zero_adapter(self.policy.accelerator):
+                return Comparison(before, before, is_untrained=True)
         with trained.with_average():
-            return self._evaluate(rows, "Evaluating", trained), before
+            return Comparison(self._evaluate(rows, "Evaluating", trained), before)
 
     def _evaluate(self, rows: PromptRows, description: str, trained: TrainedModel) -> Evaluation:
         """
@@ -197,26 +206,23 @@ class Evaluator:
         eval_round.batches = [dealt[process::processes] for process in range(processes)]
         return eval_round
 
-    def baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> tuple[Evaluation | None, bool]:
-        """Evaluate the untrained model once in a run, with `eval_baseline`; return also whether this call did."""
-        if not self.args.eval_baseline:
-            return None, False
+    def ensure_baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> Evaluation | None:
+        """Return the evaluation of the untrained model, which is made once in a run; `None` if it is too late."""
         key = self.baseline_key(rows)
         if key in self._baselines:
-            return self._baselines[key], False
+            return self._baselines[key]
         path = Path(self.args.output_dir) / "evaluation" / f"{name}_baseline.pt"
         baseline = load_baseline(path, key) if trained.is_resumed else None
-        is_new = baseline is None
         if baseline is None:
             if (untrained := trained.without_training()) is None:
-                return None, False
+                return None
             # A resumed run, which loads the baseline instead, must have the same random state
             with untrained, preserve_rng_state(self.policy.accelerator.device):
                 baseline = self._evaluate(rows, "Generating the baseline", trained)
             if self.policy.accelerator.is_main_process:
                 save_baseline(path, key, baseline)
         self._baselines[key] = baseline
-        return baseline, is_new
+        return baseline
 
     def baseline_key(self, rows: PromptRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
@@ -241,13 +247,19 @@ def evaluation_metrics(
     """Compute means with 95 % intervals over prompts, and their gain over the baseline."""
     # Undefined values, such as the deviation of one image or the interval of one prompt, are left out
     metrics: dict[str, float] = {}
-    prefixes = [*(f"rewards/{name}/" for name in names), "reward_", "grid_artifact_"]
-    columns = [[*e.rewards.T, e.total, e.grid_artifacts] for e in (after, before) if e is not None]
-    for prefix, values, baseline in zip_longest(prefixes, *columns, *[[]] * (2 - len(columns))):
-        mean_name = prefix + "mean" if prefix.endswith("/") else prefix[:-1]
+
+    def columns(evaluation: Evaluation) -> list[torch.Tensor]:
+        return [*evaluation.rewards.T, evaluation.total, evaluation.grid_artifacts]
+
+    # Prefix of the metrics of a column, and the name of its mean
+    prefixes = [(f"rewards/{name}/", f"rewards/{name}/mean") for name in names]
+    prefixes += [("reward_", "reward"), ("grid_artifact_", "grid_artifact")]
+    baselines = [None] * len(prefixes) if before is None else columns(before)
+    for (prefix, mean_name), values, baseline in zip(prefixes, columns(after), baselines, strict=True):
         _add_mean(metrics, mean_name, prefix + "ci", values, generations)
-        if len(values) > 1 and (~torch.isnan(values)).sum() > 1 and not prefix.startswith("grid"):
-            metrics[prefix + "std"] = values[~torch.isnan(values)].std().item()
+        is_known = ~torch.isnan(values)
+        if is_known.sum() > 1 and mean_name != "grid_artifact":
+            metrics[prefix + "std"] = values[is_known].std().item()
         if baseline is not None:
             _add_mean(metrics, prefix + "baseline", None, baseline, generations)
             gains = values - baseline
@@ -266,8 +278,8 @@ def evaluation_metrics(
 def metric_names(names: list[str]) -> list[str]:
     """List all metrics that an evaluation by these rewards can have."""
     values = torch.arange(3.0)
-    some = Evaluation(values.unsqueeze(1).expand(-1, len(names)), values, values)
-    return list(evaluation_metrics(names, 1, some, some))
+    example = Evaluation(values.unsqueeze(1).expand(-1, len(names)), values, values)
+    return list(evaluation_metrics(names, 1, example, example))
 
 
 def _add_mean(

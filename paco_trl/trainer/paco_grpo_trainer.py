@@ -12,7 +12,6 @@ from ..utils.papers import PAPER
 from .losses import (
     PolicyLoss,
     PolicyStep,
-    RatioStatistics,
     clipped_surrogate,
     gaussian_kl,
     guard_gradient_weight,
@@ -21,6 +20,7 @@ from .losses import (
 from .paco_grpo_config import PaCoGRPOConfig
 from .round_schedule import TrainingRound
 from .round_trainer import RoundTrainer
+from .step_statistics import RatioStatistics
 
 
 class PaCoGRPOTrainer(RoundTrainer):

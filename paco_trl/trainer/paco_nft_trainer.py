@@ -19,46 +19,15 @@ from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.papers import NFT_PAPER
 from ..utils.tensors import to_device
 from .callbacks import AverageCallback
-from .losses import StepStatistics, add_flow_noise, masked_means, nft_old_policy_decay, velocity_error
+from .losses import add_flow_noise, nft_old_policy_decay, velocity_error
 from .nft_objectives import OBJECTIVES, NoisedStep, Objective
 from .paco_nft_config import PaCoNFTConfig
 from .round_schedule import TrainingRound
 from .round_trainer import RoundTrainer
+from .step_statistics import VelocityStatistics
 
 
 OLD_POLICY_WEIGHTS = "old_policy.safetensors"
-
-# Relative deviation of the trained from the old velocity that is accepted before the first update: 0 in float32, but
-# in bf16 an accelerator may choose other kernels. Dropout or a wrong precision deviate by far more.
-_TOLERANCE = 0.05
-
-
-class VelocityStatistics(StepStatistics):
-    """Collect velocities and the metrics logged with them, and check those before an update against the rollout's."""
-
-    def add_velocity(
-        self, velocity: torch.Tensor, old_velocity: torch.Tensor, means: dict[str, torch.Tensor], weights: torch.Tensor
-    ) -> None:
-        """Add a micro-step: `means`, to be logged, and weights are (B,); images of weight 0 do not count."""
-        deviation = velocity_error(velocity.detach().float(), old_velocity)
-        size = velocity_error(old_velocity, torch.zeros_like(old_velocity))
-        self.add({"size": size, "valid": weights > 0, "velocity_deviation": deviation, **means})
-
-    def finish(self, global_step: int, is_on_policy: bool, is_early: bool = False) -> dict[str, float]:
-        """Return the means; refuse on policy a velocity that differs from the rollout's."""
-        columns = self.gather()
-        if not torch.isfinite(torch.stack([*columns.values()])).all():
-            raise RuntimeError(f"The velocity is not finite at optimizer step {global_step}. Lower `learning_rate`.")
-        size = columns.pop("size")
-        is_valid = columns.pop("valid")
-        deviation = columns["velocity_deviation"]
-        if is_on_policy and deviation.sum() > _TOLERANCE**2 * size.sum():
-            fraction = (deviation.sum() / size.sum()).sqrt().item()
-            raise RuntimeError(
-                f"Before the first update of a round the trained and the old velocity differ by {fraction:.1%}. Look "
-                "for dropout, for layers that behave differently with gradients, or for a compiled forward."
-            )
-        return masked_means(columns, is_valid)
 
 
 class OldPolicyCallback(AverageCallback):
@@ -149,7 +118,7 @@ class PaCoNFTTrainer(RoundTrainer):
 
     def _add_callbacks(self) -> None:
         if self.args.keeps_old_policy:
-            self.add_callback(OldPolicyCallback(self))
+            self._add_average(OldPolicyCallback(self))
         super()._add_callbacks()
 
     @contextmanager
@@ -159,9 +128,9 @@ class PaCoNFTTrainer(RoundTrainer):
         with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._sharded_engine):
             yield RecordingOptions(last_step=True, on_recorded=self._noise)
 
-    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
+    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> tuple[Scores, dict[str, float]]:
         """Generate and score batches, and predict the velocities of an old policy that the loss compares with."""
-        scores = super()._roll_out(training_round, batches)
+        scores, timings = super()._roll_out(training_round, batches)
         if self.objective.old_policy_is_in_loss:
             # Once for all optimizer steps of the round, at whose end it moves
             weights, device = self.old_policy.average, self.accelerator.device
@@ -169,7 +138,7 @@ class PaCoNFTTrainer(RoundTrainer):
                 with torch.no_grad():
                     for step in (step for batch in batches for step in batch.steps):
                         step.old_policy_velocity = self.policy.predict(self.model, step.to(device))
-        return scores
+        return scores, timings
 
     def _noise(self, batch: Batch) -> None:
         """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""

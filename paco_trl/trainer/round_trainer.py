@@ -97,7 +97,6 @@ from .config_utils import check_optimizer_class, copy_config
 from .console import use_console
 from .evaluator import Evaluator, TrainedModel, evaluation_metrics
 from .losses import (
-    StepStatistics,
     group_advantages,
     informative_groups,
 )
@@ -116,6 +115,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
 from .round_schedule import ROUNDS_AHEAD, RoundSchedule, TrainingRound
 from .run_settings import describe_run, reference_setting
+from .step_statistics import StepStatistics
 
 
 logger = get_logger(__name__)
@@ -128,7 +128,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     Subclasses implement `_generating` (which steps to record) and `compute_loss`.
     """
 
-    # The loss is divided by the images of the full optimizer step, see `_mean_loss`
+    # The weights of the samples already divide the loss by the completions of the optimizer step: see `_mean_loss`
     loss_is_scaled_for_ga = True
 
     _tag_names: list[str]
@@ -197,6 +197,10 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self._identify_weights({name: component_fingerprint(component) for name, component in components.items()})
         if args.vae_tiling:
             self.pipeline.vae.enable_tiling()
+        if args.ddp_find_unused_parameters is None:
+            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
+            has_unused = adapter is None and bool(self.family.unused_layers(self.pipeline.transformer))
+            args.ddp_find_unused_parameters = has_unused or isinstance(self.family, UnlistedFamily)
 
         # 3. The trained weights. An adapter's are random: seed first
         set_seed(args.seed)
@@ -233,7 +237,6 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self.use_adaptive_entropy = False
         self._metrics: dict[str, dict] = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._current_train_step_time = 0.0
-        self._step = 0
 
         # 5. Components of a round
         self.reward_funcs, self.reward_func_names = self.rewards.functions, self.rewards.names
@@ -249,11 +252,10 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self.scorer = scorers[self.rewards]
         self.evaluator = Evaluator(self.policy, scorers[self.eval_rewards], args, eval_rows, self._identity["weights"])
         self.statistics: StepStatistics = self._statistics_class(self.accelerator, args)
-        self.round: TrainingRound | None = None  # `None` until the first micro-step
-        self._is_first_backward = True  # of this `train()`
         self._is_warned_of_constants = False
-        self._encode_time = self._train_time = 0.0
+        self._average_callbacks: dict[str, AverageCallback] = {}  # by the file of the average
         self._add_callbacks()
+        self._reset_run_state()
         self._mark_output_dir()
         if self.accelerator.is_main_process and not args.disable_tqdm:
             tqdm.write(self.schedule.summary())  # logs at level info are hidden
@@ -275,15 +277,13 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             **init,
         )  # fmt: skip
         has_weights = not is_buildable(model, init, family)
-        dtypes = {"default": torch.float32}  # that of configs
-        pipeline = load() if has_weights else load_without_weights(str(model), dtypes, encodes=False, **init)
+        if has_weights:
+            pipeline = load()
+        else:
+            pipeline = load_without_weights(str(model), {"default": torch.float32}, encodes=False, **init)
         family = get_family(pipeline) if family is None else family
         self._check_family(family)
         self._check_pipeline(pipeline, family, args, is_full, eval_rows)
-        if args.ddp_find_unused_parameters is None:
-            # The unused layers of an unlisted pipeline are unknown, and a full transformer may have some
-            has_unused = is_full and bool(family.unused_layers(pipeline.transformer))
-            args.ddp_find_unused_parameters = has_unused or isinstance(family, UnlistedFamily)
         if not has_weights:
             check_trained(pipeline, family, adapter)
             pipeline = load()
@@ -323,7 +323,6 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self.base_model = base_model_name(model)
         saved = adapter if isinstance(adapter, SavedAdapter) else None
         self.trained_from = base_model_name(saved.name) if saved else None
-        self.averages: dict[str, EMA] = {}  # file -> average, from the start of `train()`
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
         self._identity, self._settings = describe_run(
             args, self.train_rows.dataset, saved.config if saved else adapter, family=describe(family),
@@ -342,7 +341,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _add_callbacks(self) -> None:
         if self.args.ema_decay is not None:
-            self.add_callback(AverageCallback(self))
+            self._add_average(AverageCallback(self))
         # After the averages, which an evaluation at the start uses
         self.add_callback(FunctionCallback(on_train_begin=self._begin_run))
         use_console(self)
@@ -352,6 +351,10 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             trackers = self.callback_handler.callbacks
             sheets = ContactSheetsCallback(self.accelerator, self.rewards.names, self.eval_rewards.names, trackers)
             self.add_callback(sheets)
+
+    def _add_average(self, callback: AverageCallback) -> None:
+        self._average_callbacks[callback.file] = callback
+        self.add_callback(callback)
 
     @property
     def _is_zero3(self) -> bool:
@@ -363,8 +366,14 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         return get_zero_stage(self.accelerator, self.model, self.model_wrapped)
 
     @property
+    def averages(self) -> dict[str, EMA]:
+        """The averages of the trained weights by their file in a checkpoint, from the start of `train()`."""
+        callbacks = self._average_callbacks.items()
+        return {file: callback.average for file, callback in callbacks if callback.average is not None}
+
+    @property
     def ema(self) -> EMA | None:
-        """The average of the trained weights."""
+        """The average that is evaluated and saved (`ema_decay`)."""
         return self.averages.get(EMA_WEIGHTS)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
@@ -388,13 +397,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         if self._is_zero3:
             engine = self.accelerator.deepspeed_plugin.deepspeed_config
             partition(self.model, self.accelerator.device, self.compute_dtype, engine)
-        # What an earlier `train()` has left
-        self.statistics.micro_steps = []
-        self.round = None
-        self.averages = {}
-        self._step = 0
-        self._train_time = 0.0
-        self._is_first_backward = True
+        self._reset_run_state()
         with self._resumable(checkpoint):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), trial, ignore_keys_for_eval)
@@ -406,6 +409,16 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
                     steps = self.state.global_step
                     how = f"The {steps} steps before it are in '{folder}': resume with `resume_from_checkpoint=True`."
                 raise RewardError(f"{error} {how}") from error.__cause__  # of the reward, with its own frames
+
+    def _reset_run_state(self) -> None:
+        """Forget what an earlier `train()` has left."""
+        self.round: TrainingRound | None = None  # `None` until the first micro-step
+        self._step = 0  # micro-step, which GRPOTrainer.training_step counts
+        self._is_first_backward = True
+        self._encode_time = self._train_time = 0.0
+        self.statistics.reset()
+        for callback in self._average_callbacks.values():
+            callback.average = None
 
     def _prepare_for_training(self, *args, **kwargs):
         """Encode the prompts of the first rounds, then place the weights."""
@@ -431,11 +444,12 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         checkpoint, args = self.resumed_from, self.args
         if checkpoint is not None:
             self._load_round(checkpoint)
-        if not isinstance(self.model, PeftModel) and args.eval_strategy != "no" and not args.eval_on_start:
+        is_full = not isinstance(self.model, PeftModel)
+        if is_full and args.eval_baseline and args.eval_strategy != "no" and not args.eval_on_start:
             # The untrained weights are lost after the first step
             self.model.eval()
             for name, dataset in self._eval_datasets().items():
-                self.evaluator.baseline(self.evaluator.rows_of(dataset), name, self._trained_model)
+                self.evaluator.ensure_baseline(self.evaluator.rows_of(dataset), name, self._trained_model)
             self.model.train()
         super()._begin_run()
 
@@ -446,8 +460,8 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         micro_steps = range(self.schedule.rounds_per_epoch * self.schedule.micro_steps_per_round)
         return DataLoader(micro_steps, batch_size=1, collate_fn=identity)
 
-    def _current_round(self) -> TrainingRound:
-        """Return the round of the current micro-step; generate and score it when the one before is used up."""
+    def _ensure_round(self) -> TrainingRound:
+        """Return the round of the current micro-step. When the one before is used up, generate and score it first."""
         accumulation = self.args.gradient_accumulation_steps
         if self._step % accumulation == 0:
             # GRPOTrainer.training_step counts on; after a resume the count follows from the optimizer step
@@ -468,8 +482,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _prepare_inputs(self, inputs):
         """Return the inputs of the current micro-step of the round."""
-        training_round = self._current_round()
-        device = self.accelerator.device
+        training_round, device = cast(TrainingRound, self.round), self.accelerator.device
         batch, step = training_round.micro_step(self._step % self.schedule.micro_steps_per_round)
         if self.args.offload_embeddings:  # its prompts wait in CPU memory
             step = step.to(device)
@@ -518,7 +531,8 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         """
         args, generations = self.args, self.num_generations
         training_round = self._plan_round(index)
-        scores = self._roll_out(training_round, training_round.local_batches)
+        scores, timings = self._roll_out(training_round, training_round.local_batches)
+        training_round.metrics |= timings
         num_resampled = self._resample(training_round, scores) if args.max_resample_times else 0
 
         aggregated, details = self.rewards.aggregate(scores.rewards, generations)
@@ -550,8 +564,11 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             completion.image = None
         return training_round
 
-    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> Scores:
-        """Generate batches of a round, and score their completions meanwhile. Collective: call on all ranks."""
+    def _roll_out(self, training_round: TrainingRound, batches: list[Batch]) -> tuple[Scores, dict[str, float]]:
+        """
+        Generate batches of a round, and score their completions meanwhile; return the scores, and the times that it
+        took. Collective: call on all ranks.
+        """
         started = time.perf_counter()
         args = self.args
         encoded = self._encode(training_round, batches)
@@ -569,15 +586,14 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
                 ):  # fmt: skip
                     scoring.add(finished)
             rollout_time = time.perf_counter() - started
-        training_round.metrics = {  # those of the first attempt stay where prompts are resampled
+        return scoring.scores, {
             "time/encode": encode_time,
             "time/rollout": rollout_time,
             "time/resample": 0.0,
             "time/reward": scoring.scores.wait_seconds,
             "time/reward_hidden": scoring.scores.hidden_seconds,
             "rollout_images_per_second": self.schedule.plan.num_images / rollout_time,
-        } | training_round.metrics
-        return scoring.scores
+        }
 
     def _generating(self, training_round: TrainingRound) -> AbstractContextManager[RecordingOptions]:
         """Place the weights that generate a round, and yield what to record."""
@@ -610,7 +626,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             if not replaced:
                 break
             num_resampled += len(replaced)
-            new_scores = self._roll_out(training_round, training_round.batches_of(replaced))
+            new_scores, _ = self._roll_out(training_round, training_round.batches_of(replaced))
             completions = [completion for completion in training_round.completions if completion.group in replaced]
             scores.replace([completion.index for completion in completions], new_scores)
         training_round.metrics["time/resample"] = time.perf_counter() - started
@@ -634,7 +650,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Run TRL's training step on the next micro-step, after a new round was generated if one is due."""
         model.train()  # as Trainer does before the inputs are prepared, so that all rounds are generated in one mode
-        training_round = self._current_round()
+        training_round = self._ensure_round()
         started = time.perf_counter()
         check = nullcontext()
         if self._is_first_backward:
@@ -680,8 +696,11 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         return self.policy.predict(model, step, self.args.detach_unconditional), ref_velocity
 
     def _mean_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return what a micro-batch adds to the loss: the mean over the images of the optimizer step on all processes."""
-        # The weights divide by the images on all processes, over which gradients are averaged
+        """
+        Return what a micro-batch adds to the loss: the mean over the completions of the optimizer step on all
+        processes, in which a panel of a set of n counts 1 / n.
+        """
+        # The weights divide by the completions of all processes, and gradients are averaged over processes
         return (losses * weights).sum() * self.accelerator.num_processes
 
     @contextmanager
@@ -727,11 +746,12 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         rows = evaluator.rows_of(eval_dataset)
         self.model.eval()
         try:
-            after, before = evaluator.compare(rows, metric_key_prefix, self._trained_model)
+            compared = evaluator.compare(rows, metric_key_prefix, self._trained_model)
+            after, before = compared.after, compared.before
             metrics = evaluation_metrics(evaluator.rewards.names, self.args.num_generations_eval, after, before)
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             self.log(dict(metrics))  # starts the trackers, which then get the sheet
-            before = None if before is after else before
+            before = None if compared.is_untrained else before
             self._call_event("on_evaluation_end", rows=rows, after=after, before=before, name=metric_key_prefix)
         finally:
             self.model.train(was_training)

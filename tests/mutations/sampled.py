@@ -9,7 +9,7 @@ MUTANTS = [
     (P + "rollout/sde.py", "if len(generator) != len(mean):", "if len(generator) < len(mean):", "tests/test_sde.py::TestRefusals"),
     (P + "rollout/sde.py", 'for option in ("stochastic_sampling", "invert_sigmas"):', 'for option in ("stochastic_sampling",):', "tests/test_scheduler.py"),
     (P + "checkpointing/weights.py", "{**buffers, **state_dict}", "state_dict", "tests/test_full_finetuning.py::TestAllWeights"),
-    (P + "trainer/losses.py", "(column * is_valid).sum() / count", "column.sum() / count", "tests/test_paco_nft_trainer.py tests/test_awm.py"),
+    (P + "trainer/step_statistics.py", "(column * is_valid).sum() / count", "column.sum() / count", "tests/test_paco_nft_trainer.py tests/test_awm.py"),
     (P + "rollout/families/z_image.py", "enable_thinking=True) > MAX_TOKENS", "enable_thinking=False) > MAX_TOKENS", "tests/test_families.py::TestTruncation"),
     (P + "rollout/families/qwen_image_21.py", "super().edited_size(pipeline, sizes[-1:], area)", "super().edited_size(pipeline, sizes, area)", "tests/test_families.py::TestEditedSizes"),
     (P + "rollout/families/qwen_image_21.py", "if is_image.sum() != expected:", "if is_image.sum() > expected:", "tests/test_families.py::TestQwenImage21"),
@@ -80,6 +80,6 @@ MUTANTS = [
     (P + "evaluation/grid_artifacts.py", "if s >= 0 and s + period", "if s > 0 and s + period", "tests/test_grid_artifacts.py"),
     (P + "rollout/families/qwen_image.py", "return max(width, 32), max(height, 32)", "return width, height", "tests/test_families.py::TestEditedSizes"),
     (P + "image_benchmarks/gedit.py", "lowest and EditScore(*lowest, overall(*lowest))", "lowest and EditScore(*lowest, min(lowest))", "tests/test_gedit.py"),
-    (P + "trainer/losses.py", 'columns[name][columns["index"] == step]', 'columns[name][columns["index"] >= step]', "tests/test_advantages_losses.py tests/test_guard_nft_losses.py tests/test_paco_grpo_trainer.py"),
+    (P + "trainer/step_statistics.py", 'columns[name][columns["index"] == step]', 'columns[name][columns["index"] >= step]', "tests/test_advantages_losses.py tests/test_guard_nft_losses.py tests/test_paco_grpo_trainer.py"),
     (P + "utils/background.py", "    _calls.clear()\n    _loops.clear()\n", "    pass\n", "tests/test_preemption.py -k forked"),
 ]
