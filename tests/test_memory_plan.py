@@ -3,6 +3,7 @@
 
 import functools
 import gc
+import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import tiny_models
-from paco_trl import PaCoRewardConfig
+from paco_trl import PaCoReward, PaCoRewardConfig
 from paco_trl.checkpointing.weights import use_weights
 from paco_trl.commands.doctor import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
@@ -38,7 +39,7 @@ from paco_trl.planning.peaks import (
     training_precision,
     weights_bytes,
 )
-from paco_trl.planning.plan import LIBRARIES_BYTES, format_size, optimizer_bytes, training_memory
+from paco_trl.planning.plan import LIBRARIES_BYTES, PlanSettings, format_size, optimizer_bytes, training_memory
 from paco_trl.rewards.paco_reward import read_judge_config
 from paco_trl.rollout import get_family
 from paco_trl.rollout.loading import load_without_weights
@@ -168,10 +169,10 @@ def test_training_takes_what_is_planned(make_trainer, tiny_flux, prompts, bf16, 
     measured = allocated_in_a_step(trainer, 4)
     run = plan_memory(str(tiny_flux), trainer.args, prompts, LORA).run
     assert measured > 100_000
-    assert extrapolate(run.pipeline.training_peak, 4, run.image, checkpointing) == pytest.approx(measured, rel=0.05)
+    assert extrapolate(run.planned.training_peak, 4, run.image, checkpointing) == pytest.approx(measured, rel=0.05)
     # One image less, or the other checkpointing, is no longer within it
     for size, flag in ((3, checkpointing), (4, not checkpointing)):
-        assert abs(run.pipeline.training_peak(size, run.image, flag) / measured - 1) > 0.1
+        assert abs(run.planned.training_peak(size, run.image, flag) / measured - 1) > 0.1
 
 
 def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompts, tmp_path):
@@ -182,7 +183,7 @@ def test_copies_of_quantized_weights_are_planned(make_trainer, tiny_flux, prompt
     measured = allocated_in_a_step(trainer, 1)
     plan = replace(plan_memory(str(folder), trainer.args, prompts, LORA), batch_size=1)
     assert device_of(plan)["activations"] == pytest.approx(measured, rel=0.15)
-    without = plan.run.pipeline.training_peak(1, plan.run.image, False)
+    without = plan.run.planned.training_peak(1, plan.run.image, False)
     assert without < 0.8 * measured
     assert device_of(replace(plan, quantization="nf4"))["activations"] == without
 
@@ -230,7 +231,7 @@ def test_the_round_of_several_times(make_nft, tiny_flux, prompts, loss_type):
     ],
 )
 def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer, average):
-    plan = MemoryPlan(None, zero_stage=stage, num_processes=2)
+    plan = PlanSettings(zero_stage=stage, num_processes=2)
     always, adds = training_memory(1000, 10, 4, plan, num_averages=1)
     assert list(always.values()) == [frozen, trained, optimizer, average]
     assert adds == {"gradients": gradients, "DDP's buckets": 40 if stage is None else 0}
@@ -238,7 +239,7 @@ def test_deepspeed_divides_by_stage(stage, frozen, trained, gradients, optimizer
 
 
 def test_fsdp_divides_everything():
-    plan = MemoryPlan(None, is_fsdp=True, num_processes=2)
+    plan = PlanSettings(is_fsdp=True, num_processes=2)
     always, adds = training_memory(1000, 10, 4, plan, num_averages=1)
     assert list(always.values()) == [500, 20, 40, 20]
     assert adds == {"gradients": 20, "DDP's buckets": 0}
@@ -262,7 +263,7 @@ def test_the_optimizer_of_a_run_is_counted(make_plan, tiny_qwen, tmp_path):
     plan = make_plan()
     judge_args = PaCoRewardConfig(str(tmp_path), bf16=False, use_cpu=True, max_length=64)
     judge_plan = plan_memory(str(tiny_qwen), judge_args)
-    for found, num_trained in ((plan, plan.run.pipeline.num_trained), (judge_plan, judge_plan.run.num_trained)):
+    for found, num_trained in ((plan, plan.run.planned.num_trained), (judge_plan, judge_plan.run.num_trained)):
         for found.run.args.optim, size in sizes.items():
             changed = replace(found)
             assert device_of(changed)["optimizer"] == size * num_trained, found.run.args.optim
@@ -295,13 +296,13 @@ def test_the_host_has_quantized_weights_and_the_embeddings_of_some_rounds(make_t
     args = make_trainer(num_prompts_per_generation=1, optimizer_steps_per_generation=1).args
     plan = plan_memory(str(tiny_flux), args, concatenate_datasets([prompts] * 5), LORA)
     load, mapped = plan.phases[0].host, plan.phases[0].mapped
-    one = sum(tensor.nbytes for tensor in plan.run.pipeline.embeddings(plan.run.image).values())
+    one = sum(tensor.nbytes for tensor in plan.run.planned.embeddings(plan.run.image).values())
     assert load["embeddings"] == ROUNDS_AHEAD * one
     assert plan_memory(str(tiny_flux), args, prompts.select(range(2)), LORA).phases[0].host["embeddings"] == 2 * one
     quantized = replace(plan, quantization="int8").phases[0].host
     for part, models in (
-        ("text encoders", plan.run.pipeline.text_encoders),
-        ("frozen weights", [plan.run.pipeline.model]),
+        ("text encoders", plan.run.planned.text_encoders),
+        ("frozen weights", [plan.run.planned.model]),
     ):
         layers = [layer for model in models for layer in quantized_layers(model, "int8")]
         saved = sum(layer.weight.nbytes - layer.weight.numel() for layer in layers)
@@ -388,7 +389,7 @@ def test_an_evaluation_is_that_of_its_rows(make_trainer, tiny_flux, tiny_qwen, p
         size = plan.run.args.per_device_eval_batch_size
         peaks = [
             extrapolate(peak, size, run.eval_image, None)
-            for peak in (run.pipeline.step_peak, run.pipeline.decoding_peak)
+            for peak in (run.planned.step_peak, run.planned.decoding_peak)
         ]
         assert uses["activations"] == max(peaks)
     for before, after in zip(same.commands, found.commands, strict=True):
@@ -412,12 +413,12 @@ def test_a_first_panel_is_a_source(make_trainer, tmp_path):
     for way in ("independent", "anchored"):
         plan = plan_memory(model, replace(args, panel_generation=way), sets, LORA, eval_dataset=sets)
         plan = replace(plan, vae_tiling=True)
-        tokens[way] = plan.run.pipeline.transformer_calls(1, plan.run.image)[0]["hidden_states"].shape[1]
+        tokens[way] = plan.run.planned.transformer_calls(1, plan.run.image)[0]["hidden_states"].shape[1]
         trained[way] = sum(device_of(plan).values())
         found[way] = [device_of(plan, name)["activations"] for name in ("generate", "evaluate")]
     assert tokens["anchored"] == 2 * tokens["independent"] and trained["anchored"] > trained["independent"]
     # It is encoded without tiles, unlike what is decoded
-    encoded = plan.run.pipeline.first_panel_peak(plan.run.image)
+    encoded = plan.run.planned.first_panel_peak(plan.run.image)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae").requires_grad_(False)
     assert encoded == pytest.approx(allocated(lambda: vae.encode(torch.zeros(1, 3, 128, 128))), rel=0.2)
     assert found["anchored"] == [encoded] * 2 and max(found["independent"]) < encoded
@@ -436,7 +437,7 @@ def test_first_panels_may_need_micro_batches_of_one(make_trainer, tmp_path, mode
 
 def test_all_weights_and_the_reference(make_plan):
     plan = make_plan(peft_config=None, ema_decay=0.9, beta=0.01)
-    weights = weights_bytes(plan.run.pipeline.model, trainable=True)
+    weights = weights_bytes(plan.run.planned.model, trainable=True)
     factors = {"trained weights": 1, "gradients": 1, "optimizer": 2, "EMA weights": 1, "reference": 1}
     for part, factor in factors.items():
         assert device_of(plan)[part] == factor * weights
@@ -448,7 +449,7 @@ def test_an_adapter_that_is_trained_further_is_there_twice(tiny_flux, prompts, m
     options = ScriptArguments(str(tiny_flux), rewards=["redness"], adapter=str(tmp_path))
     for settings, copies in (({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "reference": "base"}, 0)):
         run = image_plan(options, make_trainer(**settings).args, prompts).run
-        assert run.reference_bytes == copies * weights_bytes(run.pipeline.model, trainable=True)
+        assert run.reference_bytes == copies * weights_bytes(run.planned.model, trainable=True)
 
 
 def test_a_plan_is_a_table(tiny_qwen, tmp_path):
@@ -470,9 +471,9 @@ def test_a_plan_is_a_table(tiny_qwen, tmp_path):
 def test_the_plan_is_silent_about_long_prompts(make_plan, caplog):
     """The prompts are longer than the tokenizers read, which a check of their own says."""
     run = make_plan().run
-    run.pipeline.embeddings(run.image)
+    run.planned.embeddings(run.image)
     assert not caplog.messages
-    planned = run.pipeline
+    planned = run.planned
     planned.family.encode_prompt(planned.pipeline, run.image.prompt, torch.device("cpu"), [], 1.0)
     assert "was truncated" in caplog.text
 
@@ -541,3 +542,7 @@ class TestKnownModels:
         plan = plan_memory("Qwen/Qwen2.5-VL-7B-Instruct", args)
         assert ["Qwen/Qwen2.5-VL-7B-Instruct" in record.message for record in caplog.records] == [True]
         assert 15.4 * 2**30 < plan.phases[1].device["frozen weights"] < 15.5 * 2**30
+
+
+def test_the_judges_batch_size_is_its_default():
+    assert PlanSettings().judge_batch_size == inspect.signature(PaCoReward).parameters["batch_size"].default

@@ -187,7 +187,7 @@ def test_edits_of_the_untouched_pipeline(folder_of, source, tmp_path):
 def test_the_plan_counts_the_prediction_that_it_adds(folder_of, tmp_path):
     args = PaCoGRPOConfig(str(tmp_path), **SETTINGS | {"negative_prompt": None})
     plan = plan_memory(str(folder_of("qwen_image")), args, rows(["blurry"] * 2), LORA)
-    assert len(plan.run.pipeline.transformer_calls(1, plan.run.image)) == 2
+    assert len(plan.run.planned.transformer_calls(1, plan.run.image)) == 2
 
 
 def test_sets_of_separate_images_have_that_of_their_row(pipeline, tmp_path):

@@ -182,7 +182,7 @@ def plan_cards(folder: Path, name: str) -> list[dict]:
         )  # fmt: skip
         plan = plan_memory(str(model), args, rows_of(1024, is_editing), LoraConfig(r=64, lora_alpha=128))
         run: Any = plan.run
-        pipeline = run.pipeline
+        pipeline = run.planned
         calls = pipeline.transformer_calls(1, run.image)
         fake_weights(pipeline.model, pipeline.mode)
         with pipeline.mode, pipeline.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:

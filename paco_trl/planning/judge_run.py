@@ -21,7 +21,7 @@ from .peaks import (
     training_precision,
     weights_bytes,
 )
-from .plan import FLOAT32_BYTES, LIBRARIES_BYTES, MAX_BATCH_SIZE, MemoryPlan, Phase, training_memory
+from .plan import FLOAT32_BYTES, LIBRARIES_BYTES, MAX_BATCH_SIZE, MemoryPlan, Phase, PlanSettings, training_memory
 
 
 _QWEN_MAX_PIXELS = 12_845_056  # default of Qwen2.5-VL's processor
@@ -72,51 +72,56 @@ class JudgeNetwork:
             return measure_peak(forward, self.model.train(trains), trains)
 
 
-class JudgeRun(JudgeNetwork):
+class JudgeRun:
     """Memory model of a judge's training."""
 
     max_batch_size = MAX_BATCH_SIZE
 
     def __init__(self, model: str, args: PaCoRewardConfig, peft_config: LoraConfig, quantization: str | None):
-        super().__init__(model, quantization, torch.bfloat16 if args.bf16 else torch.float32, peft_config)
         self.args = args
-        self.num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+        self.judge = JudgeNetwork(model, quantization, torch.bfloat16 if args.bf16 else torch.float32, peft_config)
+        self.num_trained = sum(weight.numel() for weight in self.judge.model.parameters() if weight.requires_grad)
         pixels = _QWEN_MAX_PIXELS if args.max_pixels is None else args.max_pixels
         # Length of the longest pair
         self.num_tokens = min(judge_tokens(2 * pixels, PAIR_TOKENS), args.max_length or math.inf)
         self.size = f"{self.num_tokens} tokens, the longest pair that `max_pixels` and `max_length` admit"
 
     def plan(self, zero_stage: int | None, is_fsdp: bool) -> MemoryPlan:
+        """Plan the run with the settings of its config."""
         return MemoryPlan(
-            self,
+            run=self,
             batch_size=self.args.per_device_train_batch_size,
             gradient_checkpointing=self.args.gradient_checkpointing,
-            quantization=self.quantization,
+            quantization=self.judge.quantization,
             zero_stage=zero_stage,
             is_fsdp=is_fsdp,
             num_processes=self.args.world_size,
         )
 
-    def phases(self, plan: MemoryPlan) -> list[Phase]:
-        frozen_bytes = self.weights_bytes(self.model, False, plan.quantization)
-        element_size = FLOAT32_BYTES if plan.zero_stage is None else 2
-        memory = training_memory(frozen_bytes, self.num_trained, element_size, plan, optim=self.args.optim)
-        training = extrapolate(self.peak, plan.batch_size, self.num_tokens, True, plan.gradient_checkpointing)
-        evaluation = extrapolate(self.peak, self.args.per_device_eval_batch_size, self.num_tokens)
+    def phases(self, settings: PlanSettings) -> list[Phase]:
+        """Count the memory of loading, training and evaluation."""
+        judge = self.judge
+        frozen_bytes = judge.weights_bytes(judge.model, False, settings.quantization)
+        element_size = FLOAT32_BYTES if settings.zero_stage is None else 2
+        memory = training_memory(frozen_bytes, self.num_trained, element_size, settings, optim=self.args.optim)
+        training = extrapolate(judge.peak, settings.batch_size, self.num_tokens, True, settings.gradient_checkpointing)
+        evaluation = extrapolate(judge.peak, self.args.per_device_eval_batch_size, self.num_tokens)
         host = {"libraries": LIBRARIES_BYTES}
         return [
-            Phase("load", {}, *plan.host_memory(host, {}, {"frozen weights": frozen_bytes})),
+            Phase("load", {}, *settings.host_memory(host, {}, {"frozen weights": frozen_bytes})),
             Phase("train", memory.always | memory.micro_batch | {"activations": training}, host),
             Phase("evaluate", memory.always | {"activations": evaluation}, host),
         ]
 
-    def commands(self, plan: MemoryPlan) -> list[Phase]:
+    def commands(self, settings: PlanSettings) -> list[Phase]:
+        """Count nothing: no command generates with a judge."""
         return []
 
-    def savings(self, plan: MemoryPlan) -> dict[str, bool]:
+    def savings(self, settings: PlanSettings) -> dict[str, bool]:
+        """Return which options would save memory, the cheapest first."""
         return {
-            "a smaller `--per_device_train_batch_size`": plan.batch_size > 1,
-            "`--gradient_checkpointing`": not plan.gradient_checkpointing,
-            "`--load_in_4bit`": plan.quantization is None,
-            "`--accelerate_config zero3`": plan.could_use_zero3,
+            "a smaller `--per_device_train_batch_size`": settings.batch_size > 1,
+            "`--gradient_checkpointing`": not settings.gradient_checkpointing,
+            "`--load_in_4bit`": settings.quantization is None,
+            "`--accelerate_config zero3`": settings.could_use_zero3,
         }

@@ -2,14 +2,11 @@
 """The memory of a run: bytes by phase and use, their sums, and a table."""
 
 import functools
-import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.table import Table
-
-from ..rewards.paco_reward import PaCoReward
 
 
 # Fraction of a device that a plan may use. The rest is for CUDA, fragmentation, and what the plan leaves out
@@ -50,8 +47,49 @@ class Phase:
         return sum(self.device.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Settings of a run that decide its memory: see [`MemoryPlan`]."""
+
+    batch_size: int = 1
+    gradient_checkpointing: bool = True
+    quantization: str | None = None
+    offload_embeddings: bool = False
+    offload_rewards: bool = False
+    ema_offload: bool = False
+    vae_tiling: bool = False
+    uses_judge_server: bool = False
+    zero_stage: int | None = None
+    is_fsdp: bool = False
+    num_processes: int = 1
+    judge_batch_size: int = 8  # the default of PaCoReward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether DeepSpeed or FSDP2 places the weights."""
+        return self.is_fsdp or self.zero_stage is not None
+
+    @property
+    def could_use_zero3(self) -> bool:
+        """Whether ZeRO-3 would shard weights that are not sharded yet."""
+        return self.zero_stage != 3 and not self.is_fsdp and self.quantization is None
+
+    def num_shards(self, first_stage: int) -> int:
+        """Return how many processes share the tensors that ZeRO shards from a stage on. FSDP2 shards all tensors."""
+        return self.num_processes if self.is_fsdp or (self.zero_stage or 0) >= first_stage else 1
+
+    def host_memory(
+        self, allocated: dict[str, int], mapped: dict[str, int], weights: dict[str, int]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """
+        Add frozen weights to host memory. They are mapped from their files; quantized ones are in the process's own
+        memory.
+        """
+        return (allocated, mapped | weights) if self.quantization is None else (allocated | weights, mapped)
+
+
 class Run(Protocol):
-    """Memory model of a training run, which counts its phases for the settings of a plan."""
+    """Memory model of a training run, which counts the bytes of its phases for given settings."""
 
     args: Any
     size: str  # size of an image or a pair, for messages
@@ -60,21 +98,23 @@ class Run(Protocol):
     def plan(self, zero_stage: int | None, is_fsdp: bool) -> "MemoryPlan":
         """Plan the run with the settings of its config."""
 
-    def phases(self, plan: "MemoryPlan") -> list[Phase]:
+    def phases(self, settings: PlanSettings) -> list[Phase]:
         """Count the memory of each phase of the run."""
 
-    def commands(self, plan: "MemoryPlan") -> list[Phase]:
+    def commands(self, settings: PlanSettings) -> list[Phase]:
         """Count the memory of commands that take the trained model."""
 
-    def savings(self, plan: "MemoryPlan") -> dict[str, bool]:
+    def savings(self, settings: PlanSettings) -> dict[str, bool]:
         """Return which options would save memory, the cheapest first."""
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(PlanSettings):
     """
-    Memory of each process of a run. `print(plan)` shows a table, and `dataclasses.replace(plan, batch_size=4).peak` is
-    the peak of the same run with another setting.
+    Memory of each process of a run, by phase and use.
+
+    `print(plan)` shows a table. `dataclasses.replace(plan, batch_size=4).peak` is the peak of the same run with another
+    setting.
 
     Attributes:
         batch_size (`int`):
@@ -84,11 +124,11 @@ class MemoryPlan:
         quantization (`str` or `None`):
             `nf4`, `int8`, `fp8` or `fp8_storage`, of the frozen weights.
         uses_judge_server (`bool`):
-            Whether the judges run on a server instead of the device.
+            Whether the judges of the rewards run on a server instead of the device.
         zero_stage (`int` or `None`):
             Stage of DeepSpeed's ZeRO; `None` without DeepSpeed.
         is_fsdp (`bool`):
-            Whether FSDP2 divides the weights.
+            Whether FSDP2 shards the weights.
         num_processes (`int`):
             Number of processes.
         judge_batch_size (`int`):
@@ -96,18 +136,6 @@ class MemoryPlan:
     """
 
     run: Run
-    batch_size: int = 1
-    gradient_checkpointing: bool = True
-    quantization: str | None = None
-    offload_embeddings: bool = False
-    offload_rewards: bool = False
-    ema_offload: bool = False
-    vae_tiling: bool = False
-    uses_judge_server: bool = True
-    zero_stage: int | None = None
-    is_fsdp: bool = False
-    num_processes: int = 1
-    judge_batch_size: int = inspect.signature(PaCoReward).parameters["batch_size"].default
 
     @functools.cached_property
     def phases(self) -> list[Phase]:
@@ -122,29 +150,6 @@ class MemoryPlan:
         turn.
         """
         return self.run.commands(self)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether DeepSpeed or FSDP2 places the weights."""
-        return self.is_fsdp or self.zero_stage is not None
-
-    @property
-    def could_use_zero3(self) -> bool:
-        """Whether ZeRO-3 would shard weights that are not sharded yet."""
-        return self.zero_stage != 3 and not self.is_fsdp and self.quantization is None
-
-    def num_shards(self, first_stage: int) -> int:
-        """Return over how many processes ZeRO shards what it shards from a stage on, and FSDP2 everything."""
-        return self.num_processes if self.is_fsdp or (self.zero_stage or 0) >= first_stage else 1
-
-    def host_memory(
-        self, allocated: dict[str, int], mapped: dict[str, int], weights: dict[str, int]
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """
-        Add frozen weights to host memory: they are mapped from their files, or quantized one by one into the process's
-        own memory.
-        """
-        return (allocated, mapped | weights) if self.quantization is None else (allocated | weights, mapped)
 
     @property
     def peak(self) -> int:
@@ -216,27 +221,27 @@ def training_memory(
     frozen_bytes: int,
     num_trained: int,
     element_size: int,
-    plan: MemoryPlan,
+    settings: PlanSettings,
     num_averages: int = 0,
     optim: str = "adamw_torch",
 ) -> TrainingBytes:
     """Count the bytes that training takes on the device besides activations."""
     # DeepSpeed keeps float32 master weights. ZeRO shards them and the optimizer's states from stage 1, gradients from
     # stage 2, and weights from stage 3.
-    is_deepspeed = plan.zero_stage is not None
+    is_deepspeed = settings.zero_stage is not None
     float32_bytes = FLOAT32_BYTES * num_trained
     bytes_per_weight = optimizer_bytes(optim)
     states = int(num_trained * (2 * FLOAT32_BYTES if bytes_per_weight is None else bytes_per_weight))
-    masters = float32_bytes // plan.num_shards(1) if is_deepspeed else 0
+    masters = float32_bytes // settings.num_shards(1) if is_deepspeed else 0
     always = {
-        "frozen weights": frozen_bytes // plan.num_shards(3),
-        "trained weights": element_size * num_trained // plan.num_shards(3) + masters,
-        "optimizer": states // plan.num_shards(1),
-        "EMA weights": 0 if plan.ema_offload else num_averages * float32_bytes // plan.num_shards(3),
+        "frozen weights": frozen_bytes // settings.num_shards(3),
+        "trained weights": element_size * num_trained // settings.num_shards(3) + masters,
+        "optimizer": states // settings.num_shards(1),
+        "EMA weights": 0 if settings.ema_offload else num_averages * float32_bytes // settings.num_shards(3),
     }
     micro_batch = {
-        "gradients": float32_bytes // plan.num_shards(2),
-        "DDP's buckets": 0 if plan.is_sharded or plan.num_processes == 1 else float32_bytes,
+        "gradients": float32_bytes // settings.num_shards(2),
+        "DDP's buckets": 0 if settings.is_sharded or settings.num_processes == 1 else float32_bytes,
     }
     return TrainingBytes(always, micro_batch)
 
@@ -247,6 +252,7 @@ def max_by_total(*turns: dict[str, int]) -> dict[str, int]:
 
 
 def format_size(num_bytes: int) -> str:
+    """Write bytes in GiB, MiB or KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

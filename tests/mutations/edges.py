@@ -1179,9 +1179,9 @@ SEPARATE_SETS = [
         ),
         ("        if self.evaluates:\n", "        if True:\n"),
         ("num_images = 2 if", "num_images = 1 if"),
-        ("return plan.host_memory(allocated, mapped, weights)", "return allocated | weights, mapped"),
+        ("return settings.host_memory(allocated, mapped, weights)", "return allocated | weights, mapped"),
         (
-            '            scoring = always | {"rewards": self._rewards_bytes(plan)}',
+            '            scoring = always | {"rewards": self._rewards_bytes(settings)}',
             '            scoring = always | {"rewards": 0}',
         ),
     ),
@@ -1213,7 +1213,7 @@ SEPARATE_SETS = [
     *_mutants(
         "planning/image_run.py",
         "test_memory_plan.py::test_a_first_panel_is_a_source test_memory_plan.py::test_first_panels_may_need_micro_batches_of_one",
-        ("max(step, self.pipeline.first_panel_peak(image))", "step"),
+        ("max(step, self.planned.first_panel_peak(image))", "step"),
         ("1 if is_single else ", ""),
     ),
     *_mutants(
