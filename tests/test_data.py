@@ -203,6 +203,21 @@ class TestCriteria:
         assert criteria_dict(criteria) == {"Place": {"Tent": "One."}}
         assert criteria_dict(None) == criteria_dict([]) == criteria_dict({}) == {}
 
+    def test_criteria_as_people_write_them(self, tmp_path):
+        expected = {"Identity": {"1": "Same fox.", "2": "Same hat."}, "Style": {"1": "Alike."}}
+        written = {"Identity": ["Same fox.", "Same hat."], "Style": "Alike."}
+        assert criteria_dict(written) == expected
+        assert criteria_dict(["A.", "B."]) == criteria_dict({"": ["A.", "B."]}) == {"": {"1": "A.", "2": "B."}}
+        file = tmp_path / "prompts.jsonl"
+        file.write_text(json.dumps({"prompt": "A fox.", "criteria": written}) + "\n")
+        assert criteria_dict(load_image_set_prompts(file)[0]["criteria"]) == expected
+        for wrong in ({"Identity": 3}, {"Identity": {"a": 3}}, 3, [[1]]):
+            with pytest.raises(ValueError, match="must have texts by dimension"):
+                criteria_dict(wrong)
+        file.write_text(json.dumps({"prompt": "A fox.", "criteria": {"Identity": 3}}) + "\n")
+        with pytest.raises(ValueError, match="Row 0: `criteria` is {'Identity': 3}"):
+            load_image_set_prompts(file)
+
 
 class TestCheckImageSetColumns:
     def both(self, rows):

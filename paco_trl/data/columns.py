@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and types of dataset columns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,31 +116,37 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
     return roles
 
 
-def criteria_dict(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> dict[str, dict[str, str]]:
+def criteria_dict(criteria: Any) -> dict[str, dict[str, str]]:
     """
     Convert the criteria of one row to dimension -> name -> text.
 
-    The input is the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or a dictionary of
-    dictionaries or of lists of dictionaries, as in T2IS-Bench's files. Names whose text is `None` are left out; `None`
-    gives no criteria.
+    Criteria are the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or map each dimension to a
+    text, to texts, or to texts by name, as T2IS-Bench's files do. Texts without a name are numbered, and a text or a
+    list of texts without dimensions is the dimension `""`. Names whose text is `None` are left out; `None` gives no
+    criteria. Anything else is a `ValueError`.
     """
-    if isinstance(criteria, Mapping):
-        entries = [
-            (dimension, name, text)
-            for dimension, texts in criteria.items()
-            for group in (texts if isinstance(texts, list) else [texts])
-            for name, text in (group or {}).items()
-        ]
-    else:
-        entries = [(entry["dimension"], entry["name"], entry["text"]) for entry in criteria or []]
+    by_dimension = criteria if isinstance(criteria, Mapping) else {"": criteria}
     result: dict[str, dict[str, str]] = {}
-    for dimension, name, text in entries:
-        if text is not None:
-            result.setdefault(dimension, {})[name] = text
+    for dimension, entries in by_dimension.items():
+        for number, entry in enumerate(entries if isinstance(entries, list | tuple) else [entries], 1):
+            texts: Any = entry
+            name = dimension
+            if entry is None or isinstance(entry, str):
+                texts = {str(number): entry}
+            elif isinstance(entry, Mapping) and entry.keys() == {"dimension", "name", "text"}:
+                name, texts = entry["dimension"], {entry["name"]: entry["text"]}
+            if not isinstance(texts, Mapping) or any(not isinstance(t, str) for t in texts.values() if t is not None):
+                raise ValueError(
+                    f"`criteria` is {shorten(criteria)}, but must have texts by dimension, such as "
+                    '{"Identity": ["It is the same fox."], "Style": ["All are painted alike."]}.'
+                )
+            for text_name, text in texts.items():
+                if text is not None:
+                    result.setdefault(name, {})[text_name] = text
     return result
 
 
-def criteria_list(criteria: Mapping[str, Any] | Iterable[Mapping[str, Any]] | None) -> list[dict[str, str]]:
+def criteria_list(criteria: Any) -> list[dict[str, str]]:
     """Convert criteria to a list of entries, which Arrow stores unchanged."""
     return [
         {"dimension": dimension, "name": name, "text": text}

@@ -100,9 +100,16 @@ def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> D
     for name in names:
         values = [row.get(name) for row in rows]
         if name == "criteria":
-            values = [criteria_list(value) if isinstance(value, dict) else value for value in values]
+            values = [_stored_criteria(index, value) for index, value in enumerate(values)]
         columns[name] = _arrow_column(name, values, where)
     return Dataset(pa.table(columns))
+
+
+def _stored_criteria(index: int, criteria: Any) -> Any:
+    try:
+        return criteria_list(criteria) if isinstance(criteria, dict) else criteria
+    except ValueError as error:
+        raise ValueError(f"Row {index}: {error}") from None
 
 
 def _arrow_column(name: str, values: list[Any], where: str) -> pa.Array:

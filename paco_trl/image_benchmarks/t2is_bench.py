@@ -95,9 +95,11 @@ def load_t2is_bench(
     names = zip(name_prompts(dataset), dataset, strict=True)
     invalid_names = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
     if len(invalid_names) == len(dataset):
+        found = ", ".join(sorted({name for row in dataset for name in criteria_dict(row.get("criteria"))})) or "none"
         raise ValueError(
-            f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of consistency. "
-            "For your own prompts use `paco-trl evaluate prompts`."
+            f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of one of the dimensions "
+            f"{', '.join(CONSISTENCY.values())} (`criteria` has {found}). For your own prompts use `paco-trl evaluate "
+            "prompts`."
         )
     if invalid_names:
         raise ValueError(
@@ -110,8 +112,9 @@ def load_t2is_bench(
 
 def consistency_criteria(row: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the criteria of a prompt for pairs of panels, by dimension."""
-    criteria = criteria_dict(row.get("criteria"))
-    texts_by_dimension = {name: list(criteria.get(title, {}).values()) for name, title in CONSISTENCY.items()}
+    # The benchmark writes "Identity", and people "identity"
+    criteria = {dimension.lower(): texts for dimension, texts in criteria_dict(row.get("criteria")).items()}
+    texts_by_dimension = {name: list(criteria.get(name, {}).values()) for name in CONSISTENCY}
     return {name: texts for name, texts in texts_by_dimension.items() if texts}
 
 
