@@ -54,6 +54,16 @@ class TestWithoutTransparency:
                 to_rgb(Image.new(mode, size), "Panel 1")
 
 
+def test_arrays_of_bytes_are_images():
+    pixels = np.random.default_rng(0).integers(256, size=(56, 84, 3), dtype=np.uint8)
+    images = [load_image(source, 14, "The first") for source in (pixels, Image.fromarray(pixels))]
+    assert np.array_equal(*images) and np.asarray(images[0]).std() > 50
+    with pytest.raises(
+        ValueError, match="The first cannot be read: ValueError: an array of float64; pass one of uint8"
+    ):
+        load_image(pixels / 255, 14, "The first")
+
+
 class TestTransparency:
     """On white, and not the colour that lies hidden behind it."""
 

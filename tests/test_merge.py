@@ -25,6 +25,7 @@ from paco_trl import PaCoReward
 from paco_trl.commands.main import main
 from paco_trl.commands.merge import MergeArguments, merge
 from paco_trl.data import theme_question
+from paco_trl.hub.card_data import ImageModelCardData, load_card_data, save_card_data
 from paco_trl.utils.vision_language import limit_pixels
 from testing_utils import draw, files_in, give_effect, noise
 
@@ -157,6 +158,17 @@ class TestPipeline:
         assert f"Merging '{tmp_path / 'out' / 'checkpoint-2'}'" in outcome.err
         weights = "transformer/diffusion_pytorch_model.safetensors"
         assert (tmp_path / "merged" / weights).read_bytes() == (merged_flux[0] / weights).read_bytes()
+
+
+def test_settings_of_the_evaluation_are_kept(flux_adapter, tiny_flux, tmp_path):
+    adapter = shutil.copytree(flux_adapter, tmp_path / "adapter")
+    call = {"height": 64, "width": 32, "num_inference_steps": 2, "guidance_scale": 1.0}
+    kept = {"inference_size": [64, 32], "guidance_scale": 1.0, "set_layout": "grid"}
+    card = ImageModelCardData("a", "a", str(tiny_flux), call=call, settings=kept | {"learning_rate": 1e-3})
+    save_card_data(card, adapter)
+    assert run(*options(adapter, tmp_path / "merged")).code == 0
+    merged = load_card_data(tmp_path / "merged")
+    assert merged.settings == kept and merged.call == call
 
 
 @pytest.fixture(scope="module")

@@ -173,9 +173,11 @@ class TestWrite:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "mine").touch()
         assert main(["space", str(adapter), "--output_dir", str(tmp_path / "full")]) == 1
+        assert main(["space", str(adapter), *target, "--judge_model", "nope"]) == 1
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 3  # one each
-        for line, message in zip(lines, ("edits images", "has no adapter_config.json", "is not empty"), strict=True):
+        assert len(lines) == 4  # one each
+        messages = ("edits images", "has no adapter_config.json", "is not empty", "There is no directory 'nope'")
+        for line, message in zip(lines, messages, strict=True):
             assert message in line
         assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "toy"]  # nothing half written
         assert main(["space", str(adapter), *target]) == 0

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
 from ..checkpointing.weights import save_transformer
+from ..data.image_sets import PANEL_OPTIONS
 from ..hub.card_data import ImageModelCardData, JudgeCardData, LoRA, load_card_data
 from ..hub.cards import save_card
 from ..hub.licenses import base_license
@@ -87,6 +88,8 @@ def merge(args: MergeArguments) -> None:
             card_fields |= {
                 name: getattr(saved_card, name) for name in ("trained_on", "family", "prompt", "layout", "call")
             }
+            names = ("inference_size", "guidance_scale", "negative_prompt", "set_layout", *PANEL_OPTIONS)
+            card_fields["settings"] = {n: saved_card.settings[n] for n in names if n in saved_card.settings}
         transformer_class = read_json(folder / "transformer" / "config.json")["_class_name"]
         card = ImageModelCardData(
             weights="transformer", transformer_class=transformer_class, dtype=dtype, **card_fields

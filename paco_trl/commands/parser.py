@@ -56,7 +56,7 @@ _TYPES: dict[str, Callable] = {"bool": _to_bool, "int": int, "float": float}
 _OTHER_NAMES = {
     **dict.fromkeys(("--rank", "--lora_rank"), "--lora_r"), "--batch_size": "--per_device_train_batch_size",
     "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps",
-    "--lr": "--learning_rate", "--output_dir": "--build_dir", "--judge_question": "--template",
+    "--lr": "--learning_rate", "--warmup_ratio": "--warmup_steps", "--output_dir": "--build_dir", "--judge_question": "--template",
     **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "--quantization"),
 }  # fmt: skip
 

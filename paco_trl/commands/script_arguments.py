@@ -18,7 +18,7 @@ from .. import rewards
 from ..rewards.errors import wrap_reward_error
 from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
 from ..utils.errors import OptionError, collect_errors
-from ..utils.names import TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
+from ..utils.names import DEMO, TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
 from ..utils.option_checks import (
     WORDS_PROMPTS,
     check_quantization,
@@ -285,10 +285,14 @@ def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
         value = getattr(value_of, name)
         if name not in args.chosen or None in sizes or sizes == {value}:
             continue
-        scaled = " `--resolution_scale` trains on smaller images." if hasattr(value_of, "resolution_scale") else ""
+        remedy = "Leave the option out, or the columns of sizes in the data."
+        if hasattr(value_of, "resolution_scale"):
+            remedy += " `--resolution_scale` trains on smaller images."
+        elif getattr(args, "dataset_name", None) == DEMO:
+            remedy = "Leave the option out, or evaluate prompts of your own, such as the lines of a text file."
         message = (
             f"`--{name}` is {value}, but each row of the data has a {name} of its own "
-            f"({join_first(sorted(map(str, sizes)))}). Leave the option out, or the columns of sizes in the data.{scaled}"
+            f"({join_first(sorted(map(str, sizes)))}). {remedy}"
         )
         if name in args.typed:
             raise OptionError(message, name)

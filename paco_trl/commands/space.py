@@ -21,7 +21,7 @@ from ..hub.licenses import License
 from ..utils.errors import OptionError
 from ..utils.files import new_folder, write_atomically
 from ..utils.model_files import CARD_DATA_FILE, find_model_file
-from ..utils.names import is_local, public_name, repository
+from ..utils.names import check_model_name, is_local, public_name, repository
 from .env import get_version
 from .main import print_message
 from .model_arguments import SpaceArguments
@@ -45,6 +45,8 @@ def write_space(args: SpaceArguments) -> Path:
     """Write `app.py`, `requirements.txt`, `README.md` and a copy of a local adapter, and return the directory."""
     adapter = args.adapter
     is_local_adapter = Path(args.adapter).is_dir()
+    if args.judge_model is not None:
+        check_model_name(args.judge_model)
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
     with new_folder(folder) as staging_dir:
         if is_local_adapter:

@@ -195,6 +195,10 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
             raise ValueError(
                 f"'{model}' is an adapter: give it as `--adapter` (`peft_config`), and here its base."
             ) from error
+        if os.path.isfile(os.path.join(model, "transformer", "config.json")):
+            raise ValueError(
+                f"'{model}' is a transformer that was trained or merged: give it as `--adapter`, and here its base."
+            ) from error
         reason = error.__context__
         is_missing = isinstance(reason, EntryNotFoundError) and not isinstance(reason, LocalEntryNotFoundError)
         if is_missing or os.path.isdir(model):

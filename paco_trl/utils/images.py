@@ -76,11 +76,15 @@ def reading(image: str, remedy: str = "Replace the file, or leave the row out") 
 
 
 def open_image(source: Any) -> Image.Image:
-    """Open an image from a PIL image, a path, bytes, or a value of a dataset."""
+    """Open an image from a PIL image, an array of bytes (H, W, 3), a path, bytes, or a value of a dataset."""
     if isinstance(source, dict):
         source = source["path"] if source.get("bytes") is None else source["bytes"]
     if isinstance(source, Image.Image):
         return source
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8:
+            raise ValueError(f"an array of {source.dtype}; pass one of uint8, a PIL image, or a path")
+        return Image.fromarray(source)
     if isinstance(source, str):
         refuse_address(source)
     return Image.open(BytesIO(source) if isinstance(source, bytes) else source)
