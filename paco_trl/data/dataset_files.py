@@ -17,7 +17,7 @@ from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 from huggingface_hub import snapshot_download
 
 from ..utils.names import DEMO, PARQUET, TEXT_DATA, check_dataset_name, data_ending, is_local
-from ..utils.stage_folder import is_saved
+from ..utils.stage_folder import StageFolder, is_saved
 from ..utils.text import join_first
 from .caption_folders import read_caption_folder
 from .image_paths import unembedded_paths, with_image_files, with_image_types
@@ -65,10 +65,8 @@ def load_split(
     if config is not None and (folder.is_file() or is_saved(folder)):
         raise ValueError(f"`dataset_config` is {config!r}, but '{path}' has no configurations. Leave it out.")
     if is_saved(folder):
-        # The output of a build stage refers to images of earlier stages, in sibling directories. `folder` is a split
-        # of the output, or all of it
-        stages = [stage for stage in folder.parents[:2] if (stage / "report.json").is_file()]
-        folders += [report.parent / "images" for stage in stages for report in stage.parent.glob("*/report.json")]
+        # The output of a build stage refers to images of earlier stages
+        folders += StageFolder.image_folders(folder)
     captioned = read_caption_folder(folder) if folder.is_dir() and config is None and not is_saved(folder) else None
     splits = {"train": captioned} if captioned else _read_splits(str(folder if folders else path), split, config)
     dataset = with_image_types(_select_split(splits, split, path), images, str(path))
@@ -86,42 +84,66 @@ def load_split(
 
 
 def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Dataset]:
-    """
-    Read the splits of a file, directory or repository. Local text files are read by [`read_rows`], because `datasets`
-    gives every nested object the keys of all others.
-    """
-    files = {"train": [path]}
-    try:
+    """Read the splits of a file, directory or repository."""
+    if os.path.isfile(path) and data_ending(Path(path)) != PARQUET:
+        return _read_text_files({"train": [path]}, split, path)
+    with _explain_errors(path):
         if is_saved(path):
-            saved_dataset = datasets.load_from_disk(path)
-            # A single dataset is also available as the default split, whatever its own split is called
-            return (
-                {str(saved_dataset.split or "train"): saved_dataset, "train": saved_dataset}
-                if isinstance(saved_dataset, Dataset)
-                else saved_dataset
-            )
-        if os.path.isfile(path) and data_ending(Path(path)) == PARQUET:
+            return _read_saved(path)
+        if os.path.isfile(path):
             return {"train": Dataset.from_parquet(glob.escape(path))}
-        if not os.path.isfile(path):
-            with _no_patterns():
-                builder = datasets.load_dataset_builder(path, config)
-            files = builder.config.data_files or {}
-            if os.path.isdir(path) and builder.name in ("json", "csv", "text", "parquet"):
-                for split_files in files.values():  # `datasets` also takes train.jsonl.bak
-                    split_files[:] = [file for file in split_files if data_ending(Path(file)) in (*TEXT_DATA, PARQUET)]
-            data_files = [Path(file) for split_files in files.values() for file in split_files]
-            is_text = all(data_ending(file) in TEXT_DATA for file in data_files)
-            if os.path.isdir(path):  # `datasets` only reads the most common format
-                folders = {file.parent for file in data_files}
-                others = {file for folder in folders for file in folder.glob("[!.]*")} - {*data_files}
-                if ignored_files := sorted(file.name for file in others if data_ending(file) in (*TEXT_DATA, PARQUET)):
-                    logger.warning(
-                        f"Of '{path}' only {join_first([file.name for file in data_files])} are read, not "
-                        f"{join_first(ignored_files)}."
-                    )
-            if not os.path.exists(path) or not is_text or builder.info.features is not None:
-                builder.download_and_prepare()
-                return builder.as_dataset()
+        with _no_patterns():
+            builder = datasets.load_dataset_builder(path, config)
+        files = _list_files(builder, path)
+        is_text = all(data_ending(Path(file)) in TEXT_DATA for split_files in files.values() for file in split_files)
+        if not os.path.exists(path) or not is_text or builder.info.features is not None:
+            builder.config.data_files = files
+            builder.download_and_prepare()
+            return builder.as_dataset()
+    return _read_text_files(files, split, path)
+
+
+def _read_saved(path: str) -> Mapping[str, Dataset]:
+    dataset = datasets.load_from_disk(path)
+    # A single dataset is also available as the default split, whatever its own split is called
+    return {str(dataset.split or "train"): dataset, "train": dataset} if isinstance(dataset, Dataset) else dataset
+
+
+def _list_files(builder: datasets.DatasetBuilder, path: str) -> dict[str, list[str]]:
+    """Return the files by split that `datasets` finds, without copies of data files; warn of those it does not read."""
+    files = builder.config.data_files or {}
+    if not os.path.isdir(path):
+        return files
+    if builder.name in ("json", "csv", "text", "parquet"):  # `datasets` also takes train.jsonl.bak
+        files = {name: list(filter(_is_data_file, split_files)) for name, split_files in files.items()}
+    read_files = [Path(file) for split_files in files.values() for file in split_files]
+    # `datasets` only reads the most common format
+    folders = {file.parent for file in read_files}
+    other_files = {file for folder in folders for file in folder.glob("[!.]*")} - {*read_files}
+    if ignored_files := sorted(file.name for file in filter(_is_data_file, other_files)):
+        logger.warning(
+            f"Of '{path}' only {join_first([file.name for file in read_files])} are read, not "
+            f"{join_first(ignored_files)}."
+        )
+    return files
+
+
+def _is_data_file(path: str | Path) -> bool:
+    return data_ending(Path(path)) in (*TEXT_DATA, PARQUET)
+
+
+def _read_text_files(files: Mapping[str, list[str]], split: str, path: str) -> Mapping[str, Dataset]:
+    """Read local text files by [`read_rows`]: `datasets` gives every nested object the keys of all others."""
+    names = [name for name in files if str(name) in split] or files  # all splits if none matches, for the error
+    rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in names}
+    return {name: dataset_of_rows(split_rows, path) for name, split_rows in rows.items()}
+
+
+@contextmanager
+def _explain_errors(path: str) -> Iterator[None]:
+    """Convert errors of `datasets` to errors that name the dataset and say what to do."""
+    try:
+        yield
     except ConnectionError as error:
         raise ConnectionError(
             f"'{path}' cannot be read: {error}. Pass a file or directory, or load the dataset once with a connection "
@@ -138,9 +160,6 @@ def _read_splits(path: str, split: str, config: str | None) -> Mapping[str, Data
         with _no_patterns():
             names = ", ".join(datasets.get_dataset_config_names(path))
         raise ValueError(f"'{path}' has several configurations: {names}. Choose one with `dataset_config`.") from error
-    names = [name for name in files if str(name) in split] or files  # all splits if none matches, for the error
-    rows = {str(name): [row for file in files[name] for row in read_rows(Path(file))] for name in names}
-    return {name: dataset_of_rows(split_rows, path) for name, split_rows in rows.items()}
 
 
 @contextmanager

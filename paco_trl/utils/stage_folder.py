@@ -79,6 +79,12 @@ class StageFolder:
         if changed := "; ".join(differences(begun, dict.fromkeys(begun) | settings)):
             raise ValueError(f"{self.path} was begun with other settings: {changed}. Resume with those, or delete it.")
 
+    @staticmethod
+    def image_folders(result: Path) -> list[Path]:
+        """Return the image directories of all stages of a build, from the result of one, or from a split of it."""
+        stages = [stage for stage in result.parents[:2] if (stage / _REPORT).is_file()]
+        return [report.parent / "images" for stage in stages for report in stage.parent.glob(f"*/{_REPORT}")]
+
     @property
     def is_done(self) -> bool:
         """Return whether the stage is finished."""
