@@ -4,6 +4,7 @@
 import gzip
 import json
 import re
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -12,7 +13,9 @@ from PIL import Image
 from paco_trl.data import (
     ImageSetPrompt,
     check_image_set_columns,
+    check_image_set_rows,
     convert_t2is,
+    convert_t2is_row,
     criteria_dict,
     demo_prompts_path,
     find_truncated_panels,
@@ -172,7 +175,7 @@ class TestConvertT2IS:
             "id": "0042",
             "prompt": prompt,
         }
-        assert convert_t2is(row) == {
+        assert convert_t2is_row(row) == {
             **kept, "rows": 2, "cols": 2, "panels": texts, "criteria": criteria, "subcategory": "Tricks", "case_id": "7",
         }  # fmt: skip
         assert row == t2is_row()  # the input is left alone
@@ -183,7 +186,7 @@ class TestConvertT2IS:
     )
     def test_wrong_rows(self, changes, message):
         with pytest.raises(ValueError, match=f"idx '0042': .*{message}"):
-            convert_t2is(t2is_row(**changes))
+            convert_t2is_row(t2is_row(**changes))
 
 
 class TestCriteria:
@@ -221,23 +224,24 @@ class TestCriteria:
 
 class TestCheckImageSetColumns:
     def both(self, rows):
-        """The rows as they are, and as a dataset."""
-        return [rows, Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})]
+        """The checks of the rows as they are, and as a dataset."""
+        dataset = Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})
+        return [partial(check_image_set_rows, rows), partial(check_image_set_columns, dataset)]
 
     def test_accepts(self):
         above = image_set_row(prompt="Two foxes, one above the other.", rows=2, cols=1)
-        for data in self.both([image_set_row(), above]):
-            assert check_image_set_columns(data) is None
-        check_image_set_columns([image_set_row(panels=("One.", "Two."))])
+        for check in self.both([image_set_row(), above]):
+            assert check() is None
+        check_image_set_rows([image_set_row(panels=("One.", "Two."))])
 
     def test_missing_column(self):
         row = image_set_row()
         del row["cols"]
-        for data in [*self.both([row]), [image_set_row(), row]]:
+        for check in [*self.both([row]), partial(check_image_set_rows, [image_set_row(), row])]:
             with pytest.raises(ValueError, match="The prompts have no `cols`. A set in a grid has"):
-                check_image_set_columns(data)
+                check()
         with pytest.raises(ValueError, match="Row 0 has rows='two' and cols=2; both must be whole numbers from 1 on"):
-            check_image_set_columns([image_set_row(rows="two")])
+            check_image_set_rows([image_set_row(rows="two")])
         others = {
             "image": r"The rows have source images \(`image`\). To edit them add `--edits`",
             "layout": "The prompts have no `cols`. Convert raw T2IS rows with `convert_t2is`",
@@ -245,9 +249,9 @@ class TestCheckImageSetColumns:
         for column, message in others.items():
             with pytest.raises(ValueError, match=message):
                 check_image_set_columns(Dataset.from_list([row | {column: "x"}]))
-        for data in ([], Dataset.from_list([])):
+        for check, data in ((check_image_set_rows, []), (check_image_set_columns, Dataset.from_list([]))):
             with pytest.raises(ValueError, match="no rows"):
-                check_image_set_columns(data)
+                check(data)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -263,9 +267,9 @@ class TestCheckImageSetColumns:
         ],
     )
     def test_wrong_value(self, changes, message):
-        for data in self.both([image_set_row(), image_set_row(**changes), image_set_row()]):
+        for check in self.both([image_set_row(), image_set_row(**changes), image_set_row()]):
             with pytest.raises(ValueError, match=message):
-                check_image_set_columns(data)
+                check()
 
 
 class TestLoadImageSetPrompts:
@@ -279,7 +283,7 @@ class TestLoadImageSetPrompts:
     def test_raw_rows_are_converted(self, tmp_path):
         rows = [t2is_row(criteria=CRITERIA_1), t2is_row(criteria=CRITERIA_2)]
         dataset = load_image_set_prompts(write_jsonl(tmp_path / "raw.jsonl", rows))
-        assert dataset.to_list() == [convert_t2is(row) for row in rows]
+        assert dataset.to_list() == [convert_t2is_row(row) for row in rows]
 
         Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
         assert load_image_set_prompts(tmp_path / "saved").to_list() == dataset.to_list()
@@ -302,7 +306,7 @@ class TestLoadImageSetPrompts:
         rows = [t2is_row(idx=name) for name in names]
         for name, row in zip(names, rows, strict=True):
             write_jsonl(tmp_path / "data" / f"{name}.jsonl", [row])
-        assert load_image_set_prompts(tmp_path / "data").to_list() == [convert_t2is(row) for row in rows[:2]]
+        assert load_image_set_prompts(tmp_path / "data").to_list() == [convert_t2is_row(row) for row in rows[:2]]
         assert load_image_set_prompts(tmp_path / "data", split="test")["id"][:] == ["test"]
 
     FOX = "A fox, in snow."

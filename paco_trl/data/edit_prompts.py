@@ -18,7 +18,7 @@ from ..utils.text import is_text
 from .columns import check_image_column, check_is_dataset, check_references, check_values, is_size, list_lengths
 from .dataset_files import load_split
 from .grids import pixels_sha256
-from .image_sets import GRID_COLUMNS, SEPARATE, check_row
+from .image_sets import GRID_COLUMNS, SEPARATE, check_grid_row
 from .source_images import MANY_ROWS, SourceImages
 
 
@@ -60,7 +60,7 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
         if (height is None) != (width is None):
             raise ValueError(f"Row {row_index} of `{name}` is {height} x {width} pixels. Give both, or neither.")
         if any(row.get(column) is not None for column in GRID_COLUMNS):
-            check_row(row_index, *map(row.get, row_columns))
+            check_grid_row(row_index, *map(row.get, row_columns))
 
 
 def _is_gedit(names: Iterable[str]) -> bool:

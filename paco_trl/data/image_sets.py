@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset, Value
 
@@ -51,40 +51,44 @@ _GRID_INTRODUCTION = re.compile(
 _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 
-def check_image_set_columns(dataset_or_rows: Dataset | Iterable[Mapping[str, Any]]) -> None:
+def check_image_set_columns(dataset: Dataset) -> None:
     """
-    Check that a dataset, or an iterable of its rows, has image-set prompts. Of a dataset, only the required columns
-    are read.
+    Check that a dataset has image-set prompts. Only the columns that they have are read.
 
     Raises a `ValueError` if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
     prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or an invalid
     size.
     """
-    is_dataset = isinstance(dataset_or_rows, Dataset)
-    rows = list(_prompt_columns(dataset_or_rows) if is_dataset else dataset_or_rows)
+    _check_rows(list(_prompt_columns(dataset)), dataset.column_names)
+
+
+def check_image_set_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Check that rows are image-set prompts, like [`check_image_set_columns`]."""
+    rows = list(rows)
+    _check_rows(rows, list(dict.fromkeys(name for row in rows for name in row)))
+
+
+def _check_rows(rows: list[Mapping[str, Any]], names: list[str]) -> None:
+    """Check rows of a dataset, which may have more columns: `names`."""
     if not rows:
-        if isinstance(dataset_or_rows, Dataset) and (names := dataset_or_rows.column_names):
+        if names:
             remedy = "Rename the column of the texts to `prompt`, or name the file that has it."
             if names == ["image"]:  # a directory of images
                 remedy = "Put the prompt of `001.png` in a file `001.txt` beside it."
             raise ValueError(f"There is no column `prompt` among {join_first(names)}. {remedy}")
         raise ValueError("The image-set prompts have no rows. Check the file or the split.")
-    missing = [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]
-    if missing:
-        found = {name for row in rows for name in row}
-        if isinstance(dataset_or_rows, Dataset):  # also the columns that were not selected
-            found = {*dataset_or_rows.column_names}
-        if sources := sorted(found & {"image", "images"}):
+    if missing := [name for name in _REQUIRED_COLUMNS if any(name not in row for row in rows)]:
+        if sources := sorted({*names} & {"image", "images"}):
             raise ValueError(
                 f"The rows have source images (`{sources[0]}`). To edit them add `--edits`, or use "
                 "`load_edit_prompts`."
             )
         remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
-        if "layout" in found:
+        if "layout" in names:
             remedy = "Convert raw T2IS rows with `convert_t2is`."
         raise ValueError(f"The prompts have no {' and no '.join(f'`{name}`' for name in missing)}. {remedy}")
     for index, row in enumerate(rows):
-        check_row(index, *(row[name] for name in _REQUIRED_COLUMNS))
+        check_grid_row(index, *(row[name] for name in _REQUIRED_COLUMNS))
         if row.get("layout") != SEPARATE:
             _check_grid_of_prompt(index, row["prompt"], row["rows"], row["cols"])
         elif row["rows"] != 1:
@@ -105,7 +109,7 @@ def _prompt_columns(dataset: Dataset) -> Dataset:
     return dataset.with_format(None).select_columns([name for name in _COLUMNS if name in dataset.column_names])
 
 
-def check_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
+def check_grid_row(index: int, prompt: Any, rows: Any, cols: Any, panels: Any) -> None:
     """Check the prompt, the layout and the panels of a row."""
     _check_prompt(index, prompt)
     if not all(type(count) is int and count > 0 for count in (rows, cols)):
@@ -256,7 +260,7 @@ def _arrange_row(index: int, row: dict[str, Any], layout: str) -> dict[str, Any]
     return {**row, **empty_sizes, "layout": None, "prompt": prompt, "rows": rows, "cols": cols}
 
 
-def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config: str | None = None) -> Dataset:
+def load_image_set_prompts(name_or_path: str | Path, split: str = "train", config: str | None = None) -> Dataset:
     """
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
@@ -266,7 +270,7 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
     the row's `height` and `width`. The trainers complete their datasets in the same way.
 
     Args:
-        path_or_id (`str` or `Path`):
+        name_or_path (`str` or `Path`):
             A `.jsonl`, `.json`, `.csv` or `.tsv` file, or a `.txt` file with one prompt per line, optionally
             compressed (`.gz`); a `.parquet` file; a directory written by `save_to_disk`; or anything else that
             [`~datasets.load_dataset`] reads. `"demo"` loads the 24 prompts that come with the package, unless a file
@@ -279,13 +283,13 @@ def load_image_set_prompts(path_or_id: str | Path, split: str = "train", config:
     Raises:
         ValueError: If there is no such split, or the rows are not image-set prompts.
     """
-    dataset = load_split(path_or_id, split, ["references"], config=config)
+    dataset = load_split(name_or_path, split, ["references"], config=config)
     if {"layout", "prompt"} <= {*dataset.column_names} and "panels" not in dataset.column_names:
-        dataset = cast(Dataset, convert_t2is(dataset))
+        dataset = convert_t2is(dataset)
     if dataset.column_names == ["text"]:
-        path = Path(path_or_id).expanduser()
+        path = Path(name_or_path).expanduser()
         if not any(data_ending(file) == LINES for file in (path, *path.rglob("*"))):
-            logger.warning(f"'{path_or_id}' has no column `prompt`: the prompts are its only column, `text`.")
+            logger.warning(f"'{name_or_path}' has no column `prompt`: the prompts are its only column, `text`.")
         dataset = dataset.map(lambda row: {"prompt": row["text"].removeprefix("\ufeff")}, remove_columns="text")
         dataset = dataset.filter(is_text, input_columns="prompt")
     return complete_image_sets(dataset)

@@ -19,7 +19,7 @@ _TRAINING_FILES = ["consistency_reward_cot_train", "sharegpt_editing_cot"]
 _PATTERNS = ["*.json", "*.sh", "*.png", "*.jpg", "*.jpeg", "*.webp", *ARCHIVE_PATTERNS]
 
 
-def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> Dataset:
+def load_paco_dataset(name_or_path: str | Path, files: list[str] | None = None, skip_broken: bool = False) -> Dataset:
     """
     Load the published PaCo-Dataset as pairs.
 
@@ -33,7 +33,7 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
     decoded; see [`validate_pairs`].
 
     Args:
-        path (`str` or `Path`):
+        name_or_path (`str` or `Path`):
             Directory, or Hub id of a dataset.
         files (`list[str]`, *optional*):
             Names of datasets in `dataset_info.json`, or of JSON files. Defaults to the paper's training data,
@@ -49,7 +49,7 @@ def load_paco_dataset(path: str | Path, files: list[str] | None = None, skip_bro
         ValueError: If a file is not a list of records, or a record is broken.
         shutil.ReadError: If an archive is damaged, and an image is not in the directory itself.
     """
-    folder = find_dataset_folder(path, _PATTERNS)
+    folder = find_dataset_folder(name_or_path, _PATTERNS)
     finder = ImageFinder(folder)
     info_path = folder / "dataset_info.json"  # LLaMA-Factory's: name -> file
     info = read_json(info_path) if info_path.is_file() else {}

@@ -24,8 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 
-from ..utils.images import refuse_address
+from ..utils.files import write_atomically
+from ..utils.images import refuse_address, to_rgb
 from ..utils.text import is_text, join_first, shorten, shorten_path
+from ..utils.vision_language import check_sides
 from .columns import check_image_column, check_is_dataset, column_types, list_lengths
 from .dataset_files import report_broken_rows
 from .image_paths import unembedded_paths
@@ -279,9 +281,6 @@ def check_pair_columns(dataset: Dataset, name: str = "train_dataset") -> None:
 
 def _image_error(image: Mapping[str, Any] | None, feature: Image) -> str | None:
     """Return why an image cannot be decoded or shown to a judge, or `None` if it can."""
-    from ..utils.images import to_rgb
-    from ..utils.vision_language import check_sides
-
     if image is None:
         return "is missing (None)"
     try:
@@ -297,7 +296,7 @@ def _image_error(image: Mapping[str, Any] | None, feature: Image) -> str | None:
     return None
 
 
-def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
+def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[int, str]:
     """Describe the images that cannot be decoded, by row. An image shared by rows is decoded once."""
 
     def key_of(image: Mapping[str, Any] | None) -> Any:
@@ -305,7 +304,7 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
 
     check = partial(_image_error, feature=dataset.features["images"].feature)
     error_by_key: dict[Any, str | None] = {}
-    errors: dict[str, str] = {}
+    errors: list[str] = []  # of each row
     arrow_images = dataset.with_format("arrow").select_columns(["images"])  # not decoded
     with ThreadPoolExecutor(num_proc or os.cpu_count()) as pool:  # Pillow releases the GIL while decoding
         for batch in arrow_images.iter(batch_size=64):
@@ -313,12 +312,10 @@ def _decode_images(dataset: Dataset, num_proc: int | None) -> dict[str, str]:
             new_images = {key: image for row in rows for key, image in row if key not in error_by_key}
             error_by_key.update(zip(new_images, pool.map(check, new_images.values()), strict=True))
             for row in rows:
-                errors[str(len(errors))] = " ".join(
-                    f"The {name} image {error_by_key[key]}."
-                    for name, (key, _) in zip(_ORDINALS, row, strict=False)
-                    if error_by_key[key]
-                )
-    return {row: text for row, text in errors.items() if text}
+                named_keys = zip(_ORDINALS, (key for key, _ in row), strict=False)
+                texts = [f"The {name} image {error_by_key[key]}." for name, key in named_keys if error_by_key[key]]
+                errors.append(" ".join(texts))
+    return {row: text for row, text in enumerate(errors) if text}
 
 
 def _cache_file(dataset: Dataset) -> Path:
@@ -381,8 +378,6 @@ def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: b
     Raises:
         ValueError: If the dataset does not have the columns of pairs, or a row is broken.
     """
-    from ..utils.files import write_atomically
-
     _check_columns(dataset, "dataset")
     path = _cache_file(dataset)
     if datasets.is_caching_enabled() and path.is_file():

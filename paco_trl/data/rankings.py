@@ -87,7 +87,7 @@ def _read_ranking(record: dict[str, Any], finder: ImageFinder) -> dict[str, Any]
     return {"reference": paths[0], "candidates": paths[1:], "ranking": [names.index(name) for name in order]}
 
 
-def load_consistency_rank(path: str | Path) -> Dataset:
+def load_consistency_rank(name_or_path: str | Path) -> Dataset:
     """
     Load the published ConsistencyRank benchmark as rankings.
 
@@ -96,7 +96,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
     `images/<folder>/` or in `images.zip`, which is extracted once into the cache of `datasets`.
 
     Args:
-        path (`str` or `Path`):
+        name_or_path (`str` or `Path`):
             Directory, or Hub id of a dataset.
 
     Returns:
@@ -107,7 +107,7 @@ def load_consistency_rank(path: str | Path) -> Dataset:
         ValueError: If a file does not have JSON objects, or a record is broken.
         shutil.ReadError: If `images.zip` is damaged.
     """
-    folder = find_dataset_folder(path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
+    folder = find_dataset_folder(name_or_path, ["*.jsonl", "images/*", *ARCHIVE_PATTERNS])
     finder = ImageFinder(folder)
     prompts = {str(row["idx"]): row for row in read_rows(folder / _PROMPT_FILE)}
     rows = []

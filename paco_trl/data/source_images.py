@@ -12,7 +12,7 @@ from datasets import Image as ImageFeature
 from PIL import ExifTags, Image
 from tqdm.auto import tqdm
 
-from ..utils.images import reading, refuse_address
+from ..utils.images import reading, refuse_address, to_rgb
 from ..utils.text import shorten_path
 
 
@@ -115,8 +115,6 @@ class SourceImages:
             return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
     def _decode(self, name: str, image: dict[str, Any], size: tuple[int, int], in_rgb: bool) -> Image.Image:
-        from ..utils.images import to_rgb
-
         with reading(name):
             decoded_image = self._feature.decode_example(image)
             decoded_image = to_rgb(decoded_image, "The image") if in_rgb else decoded_image

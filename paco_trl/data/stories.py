@@ -9,6 +9,7 @@ from datasets import Dataset
 from ..utils.text import read_json
 from .dataset_files import find_dataset_folder
 from .image_paths import image_file, with_image_types
+from .image_sets import SEPARATE
 from .text_tables import dataset_of_rows
 
 
@@ -18,12 +19,12 @@ _SCENE_FIELD, _CHARACTERS_FIELD = "Setting Description", "Characters Appearing"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> Dataset:
+def load_stories(name_or_path: str | Path = "ViStoryBench/ViStoryBench", language: str = "en") -> Dataset:
     """
     Load the stories of [ViStoryBench](https://huggingface.co/papers/2505.24862) as sets of separate images.
 
     Args:
-        path_or_id (`str` or `Path`, *optional*, defaults to `"ViStoryBench/ViStoryBench"`):
+        name_or_path (`str` or `Path`, *optional*, defaults to `"ViStoryBench/ViStoryBench"`):
             Directory of the stories (`01/story.json`, `01/image/<character>/`, ...) or its parent, or their Hub id.
         language (`str`, *optional*, defaults to `"en"`):
             `"en"` or `"ch"`.
@@ -37,7 +38,7 @@ def load_stories(path_or_id: str | Path = "ViStoryBench/ViStoryBench", language:
         FileNotFoundError: If there is no `story.json`. ValueError: If a story or shot lacks a text in this language,
         or a character's images are outside the directory.
     """
-    root = find_dataset_folder(path_or_id, ["*/story.json", "*/image/**"])
+    root = find_dataset_folder(name_or_path, ["*/story.json", "*/image/**"])
     files = sorted(root.glob("*/story.json")) or sorted(root.glob("*/*/story.json"))
     if not files:
         raise FileNotFoundError(f"There is no directory with a story.json in {root}. Check the path.")
@@ -74,7 +75,7 @@ def _read_story(file: Path, language: str, root: Path) -> dict[str, Any]:
             raise ValueError(f"{file}, character {key!r}: {error}") from error
     return {
         "id": file.parent.name,
-        "layout": "separate",
+        "layout": SEPARATE,
         "theme": "; ".join([story["Story_type"][language], *texts.values()]),
         "panels": panels,
         "shots": [int(shot["index"]) for shot in story["Shots"]],

@@ -18,31 +18,34 @@ _BENCH, _CRITERIA = "T2IS-Bench.json", "prompt_consistency.json"
 _PANEL_SIDE = 512  # pixels, from the README of the benchmark's code
 
 
-def convert_t2is(row_or_dataset: Mapping[str, Any] | Dataset) -> dict[str, Any] | Dataset:
+def convert_t2is(dataset: Dataset) -> Dataset:
     """
     Convert raw rows of T2IS-Bench (https://huggingface.co/papers/2506.23275) to image-set prompts.
 
-    The result has the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`, `width`,
-    `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a list of
-    `{"dimension", "name", "text"}`, because in a column of dictionaries every row would have the names of all rows.
-    Its inverse is [`criteria_dict`].
-
     Args:
-        row_or_dataset (`Mapping` or [`~datasets.Dataset`]):
-            One raw row, or a dataset of them, with `idx`, `prompt`, `layout`, `height`, `width` and, optionally,
-            `theme`, `criteria`, `category`, `task_name` and `original_idx`.
+        dataset ([`~datasets.Dataset`]):
+            Raw rows with `idx`, `prompt`, `layout`, `height`, `width` and, optionally, `theme`, `criteria`,
+            `category`, `task_name` and `original_idx`.
+
+    Returns:
+        [`~datasets.Dataset`]: the columns `id`, `prompt`, `theme`, `rows`, `cols`, `panels`, `criteria`, `height`,
+        `width`, `category`, `subcategory` (raw `task_name`) and `case_id` (raw `original_idx`). `criteria` becomes a
+        list of `{"dimension", "name", "text"}`, because in a column of dictionaries every row would have the names of
+        all rows. Its inverse is [`criteria_dict`].
+
+    Raises:
+        ValueError: If a column is missing, or the prompt of a row does not fit its layout and size.
     """
-    if not isinstance(row_or_dataset, Dataset):
-        return _convert_row(row_or_dataset)
-    names = row_or_dataset.column_names
+    names = dataset.column_names
     if missing := [name for name in ("idx", "prompt", "layout", "height", "width") if name not in names]:
         raise ValueError(f"The dataset has no column `{missing[0]}`, as raw rows of T2IS-Bench have.")
-    return row_or_dataset.with_format(None).map(
-        _convert_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts"
+    return dataset.with_format(None).map(
+        convert_t2is_row, remove_columns=names, features=_features(), desc="Converting T2IS prompts"
     )
 
 
-def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def convert_t2is_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert one raw row like [`convert_t2is`]."""
     try:
         parsed_prompt = parse_image_set_prompt(row["prompt"])
         layout = GRID.fullmatch(row["layout"].strip())
@@ -68,13 +71,13 @@ def _features() -> Features:
     return column_types(**dict.fromkeys(texts, "string"), **dict.fromkeys(numbers, "int64"), **lists)
 
 
-def find_t2is_bench(path_or_id: str | Path) -> Path | None:
+def find_t2is_bench(name_or_path: str | Path) -> Path | None:
     """Find or download the directory of T2IS-Bench's files; return `None` for data in another format."""
-    path = Path(path_or_id).expanduser()
+    path = Path(name_or_path).expanduser()
     path = path.parent if path.name == _BENCH else path
     if (path / _BENCH).is_file():
         return path
-    return find_dataset_folder(path_or_id, ["*.json"]) if path_or_id == "ChengyouJia/T2IS-Bench" else None
+    return find_dataset_folder(name_or_path, ["*.json"]) if name_or_path == "ChengyouJia/T2IS-Bench" else None
 
 
 def read_t2is_bench(folder: Path) -> Dataset:
