@@ -13,7 +13,6 @@ from ..utils.text import shorten
 
 # What the output should keep of a reference, in the terms of the paper and T2IS-Bench
 REFERENCE_ROLES = ("identity", "style", "logic")
-PanelImages = list[list[Any]]  # the panels of each completion, as PIL images
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
 
@@ -169,24 +168,3 @@ def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     lengths = pc.fill_null(pc.list_value_length(dataset.data.column(column)), -1).to_numpy()
     # `select`, `shuffle` and `filter` keep the table and store the numbers of the selected rows
     return lengths if dataset._indices is None else lengths[dataset._indices.column(0).to_numpy()]
-
-
-def require_column(column: list | None, name: str, count: int, reward: str) -> list:
-    """Check that a reward's column is present, with one entry per image, and return it."""
-    if column is None:
-        remedy = "Add it to the dataset."
-        if name == "panel_images":
-            remedy = "The trainer adds it; in your own code use `paco_trl.data.split_grid`."
-        raise ValueError(f"{reward} requires the column `{name}`, which is missing. {remedy}")
-    if len(column) != count:
-        raise ValueError(f"`{name}` has {len(column)} entries for {count} images. Pass one per image.")
-    return column
-
-
-def require_panels(panel_images: PanelImages | None, count: int, reward: str) -> PanelImages:
-    """Check that a reward that compares panels gets at least two per image, and return them."""
-    panel_images = require_column(panel_images, "panel_images", count, reward)
-    for index, panels in enumerate(panel_images):
-        if len(panels) < 2:
-            raise ValueError(f"Image {index} has {len(panels)} panel, but {reward} compares several. Leave it out.")
-    return panel_images

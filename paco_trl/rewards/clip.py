@@ -11,12 +11,12 @@ from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 from transformers.masking_utils import create_causal_mask
 
-from ..data.columns import PanelImages, require_column, require_panels
 from ..utils.deepspeed import without_zero3_init
 from ..utils.images import to_rgb
 from ..utils.names import check_model_name, public_name
 from ..utils.tensors import to_device
 from ..utils.text import is_text
+from .columns import PanelImages, require_column, require_panels
 from .judge import check_list
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image, ImageChops, ImageStat
 from scipy.ndimage import maximum_filter, maximum_filter1d, minimum_filter, uniform_filter
 
-from ..data.columns import PanelImages, require_column, require_panels
 from ..utils.images import to_rgb
+from .columns import PanelImages, require_column, require_panels
 
 
 # ---- Layout ----

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from ..data.columns import criteria_dict, require_column, require_panels, roles_of
+from ..data.columns import criteria_dict, roles_of
 from ..data.questions import (
     criterion_question,
     edit_consistency_question,
@@ -24,6 +24,7 @@ from ..data.questions import (
 )
 from ..utils.files import read_template
 from ..utils.text import read_text
+from .columns import require_column, require_panels
 from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders, digits_of
 
 
