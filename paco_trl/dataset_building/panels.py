@@ -20,7 +20,7 @@ from ..utils.images import reading, to_png
 from ..utils.stage_folder import StageFolder
 
 
-def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
+def cut_panels(grids: Dataset, stage: StageFolder) -> Dataset:
     """
     Cut grids into panels, and save each panel once. Interrupted runs resume automatically.
 
@@ -28,7 +28,7 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
         grids ([`~datasets.Dataset`]):
             Grids with `id`, `prompt_id`, `seed`, `rows`, `cols` and `image` (a path). Panels keep the mode of their
             grid, but palettes are resolved.
-        folder ([`StageFolder`]):
+        stage ([`StageFolder`]):
             Directory of the stage. Its settings should include a digest of the grids.
 
     Returns:
@@ -37,11 +37,11 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
         path).
     """
     rows = list(grids.with_format(None).cast_column("image", ImageFeature(decode=False)))
-    journal = folder.journal("panels")
+    journal = stage.journal("panels")
     hashes = {record["grid"]: record["sha256"] for record in journal.records}
     paths = {
         grid["id"]: [
-            str(folder.images / file_name(grid["prompt_id"]) / f"{grid['seed']}-{position}.png")
+            str(stage.images / file_name(grid["prompt_id"]) / f"{grid['seed']}-{position}.png")
             for position in range(grid["rows"] * grid["cols"])
         ]
         for grid in rows
@@ -69,7 +69,7 @@ def cut_panels(grids: Dataset, folder: StageFolder) -> Dataset:
         "panels": len(dataset),
         "panels that are equal to an earlier one": len(dataset) - len(set(dataset["sha256"])),
     }
-    folder.finish(dataset, report)
+    stage.finish(dataset, report)
     return dataset
 
 

@@ -4,7 +4,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -59,7 +59,7 @@ class _Batch(NamedTuple):
 
 def write_prompts(
     endpoint: ChatEndpoint,
-    folder: StageFolder,
+    stage: StageFolder,
     num_prompts: int,
     categories: Sequence[str] | None = None,
     layouts: Sequence[tuple[int, int]] = ((2, 2),),
@@ -76,7 +76,7 @@ def write_prompts(
     Args:
         endpoint ([`ChatEndpoint`]):
             Language model.
-        folder ([`StageFolder`]):
+        stage ([`StageFolder`]):
             Directory of the stage. Its settings should include the model and the other arguments.
         num_prompts (`int`):
             Number of prompts.
@@ -90,14 +90,14 @@ def write_prompts(
             Attempts per prompt.
 
     Returns:
-        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `folder`.
+        [`~datasets.Dataset`]: image-set prompts with `category` and `dimensions`, also saved in `stage`.
 
     Raises:
         ValueError: If no answer is usable. The error has an example.
         EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
-    if folder.is_done:
-        return folder.load()
+    if stage.is_done:
+        return stage.load()
     if num_prompts < 1 or max_attempts < 1:
         raise ValueError(
             f"`num_prompts` is {num_prompts}, `max_attempts` {max_attempts}; but both must be at least 1."
@@ -112,25 +112,8 @@ def write_prompts(
         raise ValueError(f"`layouts` is {layouts}, but each must have at least two panels, such as (2, 2).")
     batches = _plan(num_prompts, [category_by_name[name] for name in names], list(layouts))
 
-    def request(batch_index: int, count: int) -> tuple[str, int]:
-        batch = batches[batch_index]
-        panels = batch.rows * batch.cols
-        text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
-            count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
-        )
-        return text, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME)
-
-    texts, report = ask_in_rounds(
-        endpoint,
-        folder.journal("prompts"),
-        "image-set prompts",
-        seed,
-        max_attempts,
-        {batch_index: len(batch.slots) for batch_index, batch in enumerate(batches)},
-        request,
-        lambda batch_index, reply, count: _read(reply, batches[batch_index], count),
-        lambda _, prompt: normalized(" ".join([prompt[0], *prompt[1]])),
-    )
+    task = _PromptTask(batches)
+    texts, report = ask_in_rounds(task, endpoint, stage.journal("prompts"), seed, max_attempts)
     rows: dict[int, dict[str, Any]] = {}  # by slot
     for (category, layout_rows, layout_cols, slots), prompts in zip(batches, texts.values(), strict=True):
         for slot, (theme, panels) in zip(slots, prompts, strict=False):
@@ -146,8 +129,32 @@ def write_prompts(
             }
     counts = dict(Counter(row["category"] for row in rows.values()))
     report = {"asked for": num_prompts, "written": len(rows), **report, "of each category": counts}
-    folder.finish(Dataset.from_list([rows[slot] for slot in sorted(rows)]), report)
-    return folder.load()
+    stage.finish(Dataset.from_list([rows[slot] for slot in sorted(rows)]), report)
+    return stage.load()
+
+
+class _PromptTask:
+    """Prompts to write, by the index of their batch."""
+
+    purpose = "image-set prompts"
+
+    def __init__(self, batches: list[_Batch]):
+        self.batches = batches
+        self.target_counts: Mapping[Any, int] = {index: len(batch.slots) for index, batch in enumerate(batches)}
+
+    def request(self, name: int, count: int) -> tuple[str, int]:
+        batch = self.batches[name]
+        panels = batch.rows * batch.cols
+        text = TEMPLATES.get_template("write_prompts.txt.jinja").render(
+            count=count, panels=panels, category=batch.category, meanings=DIMENSIONS
+        )
+        return text, count * (panels * _TOKENS_PER_PANEL + _TOKENS_PER_THEME)
+
+    def read(self, name: int, reply: Reply, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
+        return _read(reply, self.batches[name], count)
+
+    def key_of(self, name: int, text: tuple[str, list[str]]) -> str:
+        return normalized(" ".join([text[0], *text[1]]))
 
 
 def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int, int]]) -> list[_Batch]:

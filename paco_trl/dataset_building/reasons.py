@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset
@@ -43,7 +44,7 @@ _CACHE_SIZE = 64
 def write_reasons(
     pairs: Dataset,
     endpoint: ChatEndpoint,
-    folder: StageFolder,
+    stage: StageFolder,
     max_attempts: int = 3,
     min_words: int = 15,
     max_words: int = 200,
@@ -64,7 +65,7 @@ def write_reasons(
             Pairs with `id` and, optionally, `dimensions` (by default all). Existing reasons are replaced.
         endpoint ([`ChatEndpoint`]):
             Vision-language model.
-        folder ([`StageFolder`]):
+        stage ([`StageFolder`]):
             Directory of the stage. Its settings should include the model, the pairs and the other arguments.
         max_attempts (`int`, *optional*, defaults to `3`):
             Attempts per pair.
@@ -75,14 +76,14 @@ def write_reasons(
 
     Returns:
         [`~datasets.Dataset`]: the pairs with reasons, in their order, with the same columns and completions
-        `"Yes. <reasons>"`. Also saved in `folder`.
+        `"Yes. <reasons>"`. Also saved in `stage`.
 
     Raises:
         ValueError: If no answer is usable. The error has an example.
         EndpointUnavailableError: If the endpoint cannot be reached. Earlier answers are kept.
     """
-    if folder.is_done:
-        return folder.load()
+    if stage.is_done:
+        return stage.load()
     if max_attempts < 1 or not 1 <= min_words <= max_words:
         raise ValueError(
             f"`max_attempts` is {max_attempts} and the words {min_words} to {max_words}, but both must be at least 1."
@@ -98,35 +99,8 @@ def write_reasons(
         row["dimensions"] = row.get("dimensions") or list(DIMENSIONS)
     if unknown := {name for row in rows.values() for name in row["dimensions"]} - set(DIMENSIONS):
         raise ValueError(f"`pairs` has the dimensions {sorted(unknown)}, but must only have {list(DIMENSIONS)}.")
-    numbers = {name: number for number, name in enumerate(ids)}
-    arrow_images = pairs.with_format("arrow").select_columns(["images"])  # stored paths or bytes
-    encode = functools.lru_cache(_CACHE_SIZE)(_encode)  # pairs share images
-
-    def request(name: str, _: int) -> tuple[list[dict[str, Any]], int]:
-        images = arrow_images[numbers[name]]["images"][0].as_py()
-        urls = [encode(image["path"], image["bytes"]) for image in images]
-        text = TEMPLATES.get_template("write_reasons.txt.jinja").render(
-            prompt=content_text(rows[name]["prompt"][-1]["content"]) or "",
-            label=rows[name]["label"],
-            meanings={dimension: DIMENSIONS[dimension] for dimension in rows[name]["dimensions"]},
-            fewest=min(2 * min_words, max_words),
-            most=max(3 * max_words // 4, min_words),
-        )
-        image_content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        return [*image_content, {"type": "text", "text": text}], _TOKENS_PER_WORD * max_words
-
-    def read(name: str, reply: Reply, _: int) -> tuple[list[str], Counter[str]]:
-        if reply.text is None:
-            cause: str | None = cause_of(reply)
-        else:
-            cause = check_reasons(reply.text, rows[name]["label"], min_words, max_words)
-        return ([], Counter([cause])) if cause else ([str(reply.text).strip()], Counter())
-
-    journal = folder.journal("reasons")
-    num_texts = dict.fromkeys(ids, 1)
-    texts_by_pair, report = ask_in_rounds(
-        endpoint, journal, "reasons", seed, max_attempts, num_texts, request, read, lambda name, _: name
-    )
+    task = _ReasonTask(pairs, rows, min_words, max_words)
+    texts_by_pair, report = ask_in_rounds(task, endpoint, stage.journal("reasons"), seed, max_attempts)
     texts = {name: text for name, pair_texts in texts_by_pair.items() for text in pair_texts}
     completions = [[{"role": "assistant", "content": texts[name]}] for name in ids if name in texts]
     # Does not decode images, nor read those stored as paths
@@ -136,8 +110,44 @@ def write_reasons(
         "completion", completions, feature=pair_features()["completion"]
     )
     report = {"pairs": len(ids), "with reasons": len(texts), **report}
-    folder.finish(pairs_with_reasons.select_columns(pairs.column_names), report)
-    return folder.load()
+    stage.finish(pairs_with_reasons.select_columns(pairs.column_names), report)
+    return stage.load()
+
+
+class _ReasonTask:
+    """Reasons to write, by the `id` of their pair."""
+
+    purpose = "reasons"
+
+    def __init__(self, pairs: Dataset, rows: dict[str, dict[str, Any]], min_words: int, max_words: int):
+        self.target_counts: Mapping[Any, int] = dict.fromkeys(rows, 1)
+        self._rows, self._min_words, self._max_words = rows, min_words, max_words
+        self._numbers = {name: number for number, name in enumerate(rows)}
+        self._arrow_images = pairs.with_format("arrow").select_columns(["images"])  # stored paths or bytes
+        self._encode = functools.lru_cache(_CACHE_SIZE)(_encode)  # pairs share images
+
+    def request(self, name: str, count: int) -> tuple[list[dict[str, Any]], int]:
+        row = self._rows[name]
+        images = self._arrow_images[self._numbers[name]]["images"][0].as_py()
+        urls = [self._encode(image["path"], image["bytes"]) for image in images]
+        text = TEMPLATES.get_template("write_reasons.txt.jinja").render(
+            prompt=content_text(row["prompt"][-1]["content"]) or "",
+            label=row["label"],
+            meanings={dimension: DIMENSIONS[dimension] for dimension in row["dimensions"]},
+            fewest=min(2 * self._min_words, self._max_words),
+            most=max(3 * self._max_words // 4, self._min_words),
+        )
+        image_content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [*image_content, {"type": "text", "text": text}], _TOKENS_PER_WORD * self._max_words
+
+    def read(self, name: str, reply: Reply, count: int) -> tuple[list[str], Counter[str]]:
+        if reply.text is None:
+            return [], Counter([cause_of(reply)])
+        cause = check_reasons(reply.text, self._rows[name]["label"], self._min_words, self._max_words)
+        return ([], Counter([cause])) if cause else ([reply.text.strip()], Counter())
+
+    def key_of(self, name: str, text: str) -> str:
+        return name
 
 
 def check_reasons(answer: str, decision: str, min_words: int = 15, max_words: int = 200) -> str | None:
