@@ -210,9 +210,9 @@ class TestAnnotations:
         trained.fingerprint = "after"
         with pytest.raises(ValueError, match="'user/colour-judge' with other weights"):
             rank_with_judge(*world.data, trained, "judge", tmp_path)
-        assert annotator_kinds(tmp_path) == {"anna": "people", "judge": "judge"}
         rank_automatically(world.instances, world.panels, tmp_path)
-        assert annotator_kinds(tmp_path, ["automatic"]) == {"automatic": "automatic"}
+        kinds = annotator_kinds(read_annotations(annotation_files(tmp_path), world.instances))
+        assert kinds == {"anna": "people", "automatic": "automatic", "judge": "judge"}
         for folder, names in ((tmp_path / "nobody", None), (tmp_path, ["ben"])):
             with pytest.raises(FileNotFoundError, match="no annotations"):
                 annotation_files(folder, names)

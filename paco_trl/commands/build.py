@@ -177,10 +177,11 @@ def make_pairs(args: arguments.PairsArguments) -> None:
     instances = result(args, "instances")
     panels = result(args, "panels")
     prompts = grid_prompts(args)
-    kinds = building.annotator_kinds(_annotations_dir(args), args.annotators)
-    if args.annotators is None and len(set(kinds.values())) > 1:  # ignore rankings by construction if there are others
-        kinds = {name: kind for name, kind in kinds.items() if kind != "automatic"}
-    annotations = building.read_annotations(building.annotation_files(_annotations_dir(args), list(kinds)), instances)
+    files = building.annotation_files(_annotations_dir(args), args.annotators)
+    if args.annotators is None and len(files) > 1:  # ignore rankings by construction if there are others
+        files = [file for file in files if file.stem != "automatic"]
+    annotations = building.read_annotations(files, instances)
+    kinds = building.annotator_kinds(annotations)
     pairs, rankings, counts = building.build_pairs(
         instances, panels, prompts, annotations, args.num_negatives, args.test_size, args.max_rankings, args.seed
     )

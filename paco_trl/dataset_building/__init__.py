@@ -8,6 +8,7 @@ from .annotations import (
     Annotation,
     agreement_report,
     annotation_files,
+    annotator_kinds,
     append_annotation,
     ranks_of_ranking,
     read_annotations,
@@ -17,7 +18,7 @@ from .pair_building import build_pairs
 from .panels import cut_panels, make_instances
 from .prompt_writing import CATEGORIES, DIMENSIONS, write_prompts
 from .publish import publish_dataset
-from .rank import annotator_kinds, judge_annotator_name, rank_automatically, rank_with_judge
+from .rank import judge_annotator_name, rank_automatically, rank_with_judge
 from .reasons import VISIBLE_ATTRIBUTES, write_reasons
 
 

@@ -94,9 +94,9 @@ class AnnotationWork:
         # By annotator and instance, in the order of first ranking, for the button `Back`
         self._rankings: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._automatic_annotators = {AUTOMATIC}
-        for annotation, has_scores in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
+        for annotation in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
             self._rankings.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
-            if has_scores:
+            if annotation.has_scores:
                 self._automatic_annotators.add(annotation.annotator)
 
     def _check_name(self, annotator: Any) -> str:

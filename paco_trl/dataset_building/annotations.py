@@ -42,6 +42,7 @@ class Annotation(NamedTuple):
     instance: str  # id of the ranking instance
     # Rank of each candidate: 1 is the most consistent, equal ranks are tied. `None` for a skipped instance
     ranks: tuple[int, ...] | None
+    has_scores: bool = False  # of a judge
 
 
 def keyed_hash(*key: int | str) -> int:
@@ -81,8 +82,8 @@ def ranks_of_record(record: Mapping[str, Any], count: int) -> tuple[int, ...] | 
     return tuple(ranks)
 
 
-def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iterator[tuple[Annotation, bool]]:
-    """Read and check annotations in the order of the files; the second value is whether one has scores."""
+def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iterator[Annotation]:
+    """Read and check annotations in the order of the files."""
     counts = {name: len(candidates) for name, candidates in column_by_id(instances, "candidates").items()}
     digests = column_by_id(instances, "digest")
     for path in paths:
@@ -99,7 +100,7 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
                 ranks = ranks_of_record(record, counts[instance])
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {line_number}: {error} Correct or delete it.") from error
-            yield Annotation(annotator, instance, ranks), "scores" in record
+            yield Annotation(annotator, instance, ranks, "scores" in record)
 
 
 def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
@@ -113,9 +114,20 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
     Returns:
         `list[Annotation]`: the last annotation per annotator and instance, ordered by both.
     """
-    latest = {(item.annotator, item.instance): item for item, _ in checked_annotations(paths, instances)}
+    latest = {(item.annotator, item.instance): item for item in checked_annotations(paths, instances)}
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
     return sorted(latest.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
+
+
+def annotator_kinds(annotations: Iterable[Annotation]) -> dict[str, str]:
+    """Map annotators to `"people"`, `"judge"` (if annotations have scores) or `"automatic"`."""
+    kinds: dict[str, str] = {}
+    for annotation in annotations:
+        name = annotation.annotator
+        if annotation.has_scores:
+            kinds[name] = "judge"
+        kinds.setdefault(name, AUTOMATIC if name == AUTOMATIC else "people")
+    return kinds
 
 
 def append_annotation(folder: str | Path, record: Mapping[str, Any]) -> None:

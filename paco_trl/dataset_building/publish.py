@@ -72,16 +72,7 @@ def publish_dataset(
     if not pairs or not set(pairs) <= {"train", "test"}:
         raise ValueError(f"`pairs` has the splits {list(pairs)}, but must have `train`, `test` or both. Rename them.")
     configs = {"pairs": pairs} | ({} if rankings is None else {"rankings": DatasetDict(test=rankings)})
-    for split, dataset in pairs.items():
-        check_pair_columns(dataset, f"pairs/{split}")
-    if rankings is not None:
-        check_ranking_columns(rankings, "rankings")
-    splits_by_name = {
-        f"{config}/{split}": data for config, splits in configs.items() for split, data in splits.items()
-    }
-    digests = {name: _image_digests(data, name) for name, data in splits_by_name.items()}
-    _check_held_out(splits_by_name, digests)
-
+    digests = _check_splits(configs)
     api = HfApi(token=token, library_name="paco_trl")
     repo_id, info = check_repo(api, repo_id, private, "dataset")
     own_names = {".gitattributes", "README.md", "assets", *configs}
@@ -108,28 +99,57 @@ def publish_dataset(
         pairs_sheet(pairs["train" if "train" in pairs else "test"], f"{folder}/pairs.png")
         if rankings is not None:
             rankings_sheet(rankings, f"{folder}/rankings.png")
-        # Validate now, or the Hub may reject the metadata after hours of uploads. `card.validate` only asks
-        # huggingface.co
-        content = {"content": str(card), "repoType": "dataset"}
-        hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
-        # After an interrupted upload, an old card must not describe new data
-        if "README.md" in files and (old_card := _load_card(api, repo_id)).text.strip() not in ("", card.text.strip()):
-            old_card.text = ""
-            operations = [CommitOperationAdd("README.md", str(old_card).encode())]
-            api.create_commit(repo_id, operations, commit_message="Clear the earlier card", repo_type="dataset")
+        _validate_metadata(api, card)
+        if "README.md" in files:
+            _clear_other_card(api, repo_id, card)
         for config, splits in configs.items():
             options = {"private": private, "token": api.token, "max_shard_size": max_shard_size}
             splits.push_to_hub(repo_id, config, commit_message=f"Upload {config}", **options)
-        pushed = _load_card(api, repo_id).data.to_dict()  # the metadata that `push_to_hub` wrote
-        # Not by `set_default`, which is lost when the default configuration is pushed a second time (datasets 5.2)
-        for config in pushed["configs"]:
-            if config["config_name"] == "pairs":
-                config["default"] = True
-        card.data = DatasetCardData(**{**pushed, **card.data.to_dict()})
+        _add_pushed_metadata(api, repo_id, card)
         operations = [CommitOperationAdd(f"assets/{path.name}", path) for path in Path(folder).iterdir()]
         operations.append(CommitOperationAdd("README.md", str(card).encode()))
         api.create_commit(repo_id, operations, commit_message="Upload dataset card", repo_type="dataset")
     return f"{api.endpoint}/datasets/{repo_id}"
+
+
+def _check_splits(configs: Mapping[str, DatasetDict]) -> dict[str, set[str]]:
+    """Check the splits of all configurations, also against each other; return the digests of their images."""
+    splits_by_name = {
+        f"{config}/{split}": data for config, splits in configs.items() for split, data in splits.items()
+    }
+    for name, dataset in splits_by_name.items():
+        if name == "rankings/test":
+            check_ranking_columns(dataset, "rankings")
+        else:
+            check_pair_columns(dataset, name)
+    digests = {name: _image_digests(data, name) for name, data in splits_by_name.items()}
+    _check_held_out(splits_by_name, digests)
+    return digests
+
+
+def _validate_metadata(api: HfApi, card: DatasetCard) -> None:
+    # Or the Hub may reject the metadata after hours of uploads. `card.validate` only asks huggingface.co
+    content = {"content": str(card), "repoType": "dataset"}
+    hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
+
+
+def _clear_other_card(api: HfApi, repo_id: str, card: DatasetCard) -> None:
+    """Clear the text of another card: after an interrupted upload, it must not describe new data."""
+    old_card = _load_card(api, repo_id)
+    if old_card.text.strip() not in ("", card.text.strip()):
+        old_card.text = ""
+        operations = [CommitOperationAdd("README.md", str(old_card).encode())]
+        api.create_commit(repo_id, operations, commit_message="Clear the earlier card", repo_type="dataset")
+
+
+def _add_pushed_metadata(api: HfApi, repo_id: str, card: DatasetCard) -> None:
+    """Add the metadata that `push_to_hub` wrote to a card, with `pairs` as the default configuration."""
+    pushed = _load_card(api, repo_id).data.to_dict()
+    # Not by `set_default`, which is lost when the default configuration is pushed a second time (datasets 5.2)
+    for config in pushed["configs"]:
+        if config["config_name"] == "pairs":
+            config["default"] = True
+    card.data = DatasetCardData(**{**pushed, **card.data.to_dict()})
 
 
 def _load_card(api: HfApi, repo_id: str) -> DatasetCard:
@@ -157,9 +177,9 @@ def _image_digests(dataset: Dataset, name: str) -> set[str]:
 def _check_held_out(splits_by_name: Mapping[str, Dataset], digests: Mapping[str, set[str]]) -> None:
     """Check that held-out splits share neither prompts nor images with the training pairs."""
     train = "pairs/train"
-    for name in (
-        [split_name for split_name in splits_by_name if split_name != train] if train in splits_by_name else []
-    ):
+    if train not in splits_by_name:
+        return
+    for name in [split_name for split_name in splits_by_name if split_name != train]:
         prompts = [set(splits_by_name[split_name].with_format(None)["group"][:]) for split_name in (train, name)]
         for kind, overlap in (("prompts", prompts[0] & prompts[1]), ("images", digests[train] & digests[name])):
             if overlap:

@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ..data.columns import column_by_id
 from ..data.rankings import default_question
 from ..utils.files import digest, write_atomically
 from ..utils.journals import read_lines
-from .annotations import AUTOMATIC, annotation_files, append_annotation, check_annotator, read_annotations
+from .annotations import AUTOMATIC, append_annotation, check_annotator, read_annotations
 
 
 if TYPE_CHECKING:
@@ -45,15 +44,6 @@ def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) 
 def judge_annotator_name(name: str) -> str:
     """Return a judge's name as annotator, the last part of its Hub id or directory."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name.rstrip("/")).name)[:40].strip(".-") or "judge"
-
-
-def annotator_kinds(folder: str | Path, annotators: Sequence[str] | None = None) -> dict[str, str]:
-    """Map annotators (all if `None`) to `"people"`, `"judge"` (if annotations have scores) or `"automatic"`."""
-    kind_by_annotator = {}
-    for path in annotation_files(folder, annotators):
-        has_scores = any("scores" in record for _, record in read_lines(path))
-        kind_by_annotator[path.stem] = AUTOMATIC if path.stem == AUTOMATIC else "judge" if has_scores else "people"
-    return kind_by_annotator
 
 
 def rank_with_judge(
