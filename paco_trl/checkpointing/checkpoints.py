@@ -20,7 +20,7 @@ from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, get_published_files
 from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import apply_umask, read_record
-from ..utils.locks import take_lock
+from ..utils.locks import LockedError, take_lock
 
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ def _restore_replaced(folder: Path) -> None:
 def _restore_interrupted(folder: Path) -> None:
     """Put back a checkpoint that a killed run was replacing, unless a run is replacing it now."""
     lock = FileLock(folder / ".lock")  # held by a run that may be between the two renames
-    if _find_replaced(folder) and take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT) is None:
-        with suppress(OSError):  # read-only, or restored by another process
+    if _find_replaced(folder):
+        with suppress(LockedError, OSError):  # read-only, or restored by another process
+            take_lock(lock, "checkpoints", folder, _LOCK_TIMEOUT)
             _restore_replaced(folder)
         lock.release()
 

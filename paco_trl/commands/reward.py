@@ -6,6 +6,7 @@ model. Options are those of `PaCoRewardConfig` and the arguments below, on the c
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,14 +139,15 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
     from .. import PaCoRewardTrainer
     from ..data import swap_pairs
     from ..utils.files import digest
-    from ..utils.locks import take_lock
+    from ..utils.locks import LockedError, take_lock
 
     check_start(training_args, JUDGE_ADAPTER)
     # The first process downloads, unpacks and decodes, and the others find its caches. They wait for a lock, because a
     # collective (`main_process_first`) would end after `ddp_timeout`.
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     lock = FileLock(cache / f"paco_trl_{digest(script_args.dataset_name)[:16]}.lock")
-    take_lock(lock, "pairs", cache, timeout=-1)
+    with suppress(LockedError):  # without a cache to write to, each process reads the data for itself
+        take_lock(lock, "pairs", cache, timeout=-1)
     try:
         train_dataset, eval_dataset = load_datasets(script_args, training_args)
         train_dataset = swap_pairs(train_dataset) if script_args.swap else train_dataset

@@ -12,7 +12,7 @@ from filelock import FileLock
 from ..checkpointing.checkpoints import find_checkpoint, how_to_resume, list_checkpoints
 from ..checkpointing.output_dirs import check_no_checkpoints, check_no_model, check_output_dir
 from ..utils.errors import OptionError
-from ..utils.locks import take_lock
+from ..utils.locks import LockedError, take_lock
 from ..utils.processes import end_training
 
 
@@ -27,8 +27,10 @@ def check_start(args: Any, published_files: Iterable[str], is_early: bool = Fals
     # The run itself takes the lock once its libraries are imported
     if is_early and os.environ.get("RANK", "0") == "0" and (path := Path(output_dir) / ".lock").is_file():
         lock = FileLock(path)
-        if (refusal := take_lock(lock, "checkpoints", output_dir)) is not None:
-            raise OptionError(refusal, "output_dir")
+        try:
+            take_lock(lock, "checkpoints", output_dir)
+        except LockedError as error:
+            raise OptionError(str(error), "output_dir") from None
         lock.release()
     # The main process looks for the latest checkpoint later, and warns of those it skips. A restarted process resumes.
     is_latest = str(args.resume_from_checkpoint).lower() in ("auto", "true") and list_checkpoints(output_dir)

@@ -274,8 +274,7 @@ def serve_annotation(
 
     if not is_loopback(host):
         logger.warning(f"Everyone who reaches {host} can rank under any name, since the app has no password.")
-    if refusal := take_lock(work.file_lock, "annotations", work.folder):
-        raise ValueError(refusal)
+    take_lock(work.file_lock, "annotations", work.folder)
     try:
         app = make_app(work)
         app.launch(

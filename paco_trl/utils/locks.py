@@ -18,6 +18,10 @@ from .processes import wait_for_all
 _SHARED_FILE_TIMEOUT = 10
 
 
+class LockedError(ValueError):
+    """A directory that a run cannot have for itself: another run writes there, or nobody can."""
+
+
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
@@ -38,9 +42,11 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
     refusal, mark = None, None
     wait_for_all()
     if state.is_main_process:
-        refusal = take_lock(lock, what, folder)
-        if refusal is None and state.num_processes > 1:
-            mark = _leave_mark(path)
+        try:
+            take_lock(lock, what, folder)
+            mark = _leave_mark(path) if state.num_processes > 1 else None
+        except LockedError as error:
+            refusal = str(error)
     refusal, name, first_host = gather_object([(refusal, mark and mark.name, host)])[0]
     mark = name and path.with_name(name)  # in this process's own view of the directory
     try:
@@ -85,16 +91,16 @@ def _is_seen(mark: Path) -> bool:
     return True
 
 
-def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> str | None:
-    """Acquire a lock (-1: as soon as it is free), or return the error that another run holds it."""
+def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> None:
+    """Acquire a lock (-1: as soon as it is free), or raise a `LockedError`."""
     parent = Path(lock.lock_file).parent
     if (reason := why_unwritable(parent)) is not None:
-        return f"The {what} belong in {folder}, but {reason} Give another directory."
+        raise LockedError(f"The {what} belong in {folder}, but {reason} Give another directory.")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=timeout)
     except Timeout:
-        return f"Another run is writing {what} in {folder}. Wait for it, stop it, or give another directory."
+        remedy = "Wait for it, stop it, or give another directory."
+        raise LockedError(f"Another run is writing {what} in {folder}. {remedy}") from None
     except (OSError, NotImplementedError):  # a file system without locks
         pass
-    return None

@@ -1090,12 +1090,12 @@ DATASET_BUILDING = [
     *_mutants(
         "utils/locks.py",
         "test_run_identity.py::TestOneRunInADirectory::test_a_place_that_cannot_be_written_to",
-        ('return f"The {what} belong in {folder}, but {reason} Give another directory."', "pass"),
+        ('raise LockedError(f"The {what} belong in {folder}, but {reason} Give another directory.")', "pass"),
     ),
     *_mutants(
         "commands/training.py",
         "test_run_identity.py::TestOneRunInADirectory::test_the_command_refuses_it_at_once",
-        ('            raise OptionError(refusal, "output_dir")', "            pass"),
+        ('            raise OptionError(str(error), "output_dir") from None', "            pass"),
     ),
     *_mutants(
         "utils/journals.py",
