@@ -25,10 +25,10 @@ from paco_trl.commands.script_arguments import (
     load_rewards,
 )
 from paco_trl.rewards import JudgeUnavailableError, RubricReward
+from paco_trl.rewards.fingerprint import describe_reward
 from paco_trl.rewards.judge import Answer, _read_rating, expected_rating
 from paco_trl.rewards.judge_rewards import read_rubric
 from paco_trl.tiny.qwen2_5_vl import SPECIAL_TOKENS, train_tokenizer
-from paco_trl.utils.fingerprint import describe_code
 from testing_utils import close, noise
 
 
@@ -264,14 +264,14 @@ def test_what_a_rating_depends_on(tiny_qwen, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "own.txt").write_text("{prompt} 0 to {scale}")
-    first, moved = (describe_code(RubricReward(judge, tmp_path / name / "own.txt")) for name in ("a", "b"))
+    first, moved = (describe_reward(RubricReward(judge, tmp_path / name / "own.txt")) for name in ("a", "b"))
     assert first == moved
     (tmp_path / "b" / "own.txt").write_text("{prompt} zero to {scale}")
     changed = [
         RubricReward(judge, tmp_path / "b" / "own.txt"),
         RubricReward(judge, tmp_path / "a" / "own.txt", scale=4),
     ]
-    assert first not in map(describe_code, changed)
+    assert first not in map(describe_reward, changed)
 
 
 class TestCommandLine:

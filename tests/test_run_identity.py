@@ -37,6 +37,7 @@ from paco_trl import (
 )
 from paco_trl.commands.training import check_start
 from paco_trl.rewards import ClipTReward, ConsistencyReward, DuplicateReward, redness_reward
+from paco_trl.rewards.fingerprint import describe_reward
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.tiny import build_tiny_qwen2_5_vl
@@ -46,7 +47,6 @@ from paco_trl.utils.differences import differences
 from paco_trl.utils.errors import OptionError
 from paco_trl.utils.fingerprint import (
     describe,
-    describe_code,
     digest_model_files,
     file_digest,
     weights_fingerprint,
@@ -429,8 +429,8 @@ class TestDescriptions:
     def test_a_judge(self, tiny_qwen, tmp_path):
         other = build_tiny_qwen2_5_vl(tmp_path / tiny_qwen.name, seed=1)
         judge = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
-        plain = describe_code(ConsistencyReward(judge))
-        assert plain == describe_code(ConsistencyReward(tiny_qwen, device="cpu", batch_size=3))
+        plain = describe_reward(ConsistencyReward(judge))
+        assert plain == describe_reward(ConsistencyReward(tiny_qwen, device="cpu", batch_size=3))
         assert plain["model_name"] == tiny_qwen.name and str(tiny_qwen) not in str(plain)
         changed = [
             ConsistencyReward(other, device="cpu"),  # of the same name
@@ -440,18 +440,18 @@ class TestDescriptions:
         template = PaCoReward.from_pretrained(tiny_qwen, device="cpu")
         template.processor.chat_template += " "
         changed.append(ConsistencyReward(template))
-        found = [describe_code(reward) for reward in changed]
+        found = [describe_reward(reward) for reward in changed]
         assert plain not in found and len({json.dumps(each) for each in found}) == len(found)
 
     def test_other_rewards_of_the_package(self, tmp_path):
         clips = [ClipTReward(build_tiny_clip(tmp_path / f"{number}" / "clip")) for number in (0, 1)]
-        assert describe_code(clips[0]) == describe_code(clips[1])
+        assert describe_reward(clips[0]) == describe_reward(clips[1])
         with torch.no_grad():
             clips[1].model.visual_projection.weight.add_(1e-3)
-        assert describe_code(clips[0])["model_name"] == describe_code(clips[1])["model_name"]
-        assert describe_code(clips[0]) != describe_code(clips[1])
-        assert describe_code(DuplicateReward()) != describe_code(DuplicateReward(0.5))
-        assert describe_code(DuplicateReward()) == describe_code(DuplicateReward())
+        assert describe_reward(clips[0])["model_name"] == describe_reward(clips[1])["model_name"]
+        assert describe_reward(clips[0]) != describe_reward(clips[1])
+        assert describe_reward(DuplicateReward()) != describe_reward(DuplicateReward(0.5))
+        assert describe_reward(DuplicateReward()) == describe_reward(DuplicateReward())
 
     def test_a_function_and_an_object_of_the_user(self):
         def of_kind(kind):
@@ -466,19 +466,23 @@ class TestDescriptions:
 
             return reward
 
-        assert describe_code(of_kind(0)) == describe_code(of_kind(0)) != describe_code(of_kind(1))
-        assert describe_code(reward_above(0.5)) == describe_code(reward_above(0.5)) != describe_code(reward_above(0.6))
+        assert describe_reward(of_kind(0)) == describe_reward(of_kind(0)) != describe_reward(of_kind(1))
+        assert (
+            describe_reward(reward_above(0.5))
+            == describe_reward(reward_above(0.5))
+            != describe_reward(reward_above(0.6))
+        )
         part = functools.partial(redness_reward, threshold=0.5)
-        assert describe_code(part) != describe_code(functools.partial(redness_reward, threshold=0.6))
-        assert describe_code(own_family(0)) == describe_code(own_family(0)) != describe_code(own_family(1))
-        assert describe_code(type("Derived", (Own,), {})()) != describe_code(type("Derived", (Other,), {})())
-        assert describe_code(Own()) == describe_code(Own()) != describe_code(Own(seed=1))
-        assert describe_code(Own().__call__) == describe_code(Own())
-        assert "secret" not in str(describe_code(Own()))
+        assert describe_reward(part) != describe_reward(functools.partial(redness_reward, threshold=0.6))
+        assert describe_reward(own_family(0)) == describe_reward(own_family(0)) != describe_reward(own_family(1))
+        assert describe_reward(type("Derived", (Own,), {})()) != describe_reward(type("Derived", (Other,), {})())
+        assert describe_reward(Own()) == describe_reward(Own()) != describe_reward(Own(seed=1))
+        assert describe_reward(Own().__call__) == describe_reward(Own())
+        assert "secret" not in str(describe_reward(Own()))
         stricter, counting = Own(), Own()
         stricter.threshold, counting._calls = 0.3, 7
-        assert describe_code(stricter) != describe_code(Own()) == describe_code(counting)
-        assert describe_code(Scaled(1)) == describe_code(Scaled(1)) != describe_code(Scaled(2))
+        assert describe_reward(stricter) != describe_reward(Own()) == describe_reward(counting)
+        assert describe_reward(Scaled(1)) == describe_reward(Scaled(1)) != describe_reward(Scaled(2))
         for values in (
             [np.arange(9), np.arange(9) + 1],
             [noise(0), noise(1)],
@@ -488,15 +492,15 @@ class TestDescriptions:
             found = []
             for value in [*values, copy.deepcopy(values[0])]:
                 stricter.threshold = {"mine": value}
-                found += [describe_code(stricter), describe_code(with_default(value))]
+                found += [describe_reward(stricter), describe_reward(with_default(value))]
             assert found[:2] == found[4:] and found[0] != found[2] and found[1] != found[3]
             json.dumps(found)
         versions = [Own(), Own()]
         versions[1].fingerprint = "version 2"
-        assert describe_code(versions[0]) != describe_code(versions[1])
+        assert describe_reward(versions[0]) != describe_reward(versions[1])
         typed: dict = {}
         exec("def reward(**kwargs): ...", typed)
-        assert describe_code(len) and describe_code(typed["reward"])  # without a source
+        assert describe_reward(len) and describe_reward(typed["reward"])  # without a source
 
 
 class TestBaseline:

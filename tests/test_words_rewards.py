@@ -19,11 +19,11 @@ from paco_trl.commands.script_arguments import ScriptArguments, check_judged, fi
 from paco_trl.data.columns import typed_dataset
 from paco_trl.image_benchmarks.gedit_protocols import read_answer
 from paco_trl.rewards import JudgeUnavailableError, RubricReward, WordsReward
+from paco_trl.rewards.fingerprint import describe_reward
 from paco_trl.rewards.words import read_words_prompt
 from paco_trl.rewards.written_scores import read_scores
 from paco_trl.utils.errors import OptionError
 from paco_trl.utils.files import read_template
-from paco_trl.utils.fingerprint import describe_code
 from testing_utils import close, noise, plain
 
 
@@ -331,7 +331,7 @@ class TestOwnPrompt:
 
     def test_what_a_score_depends_on(self, server, make):
         rewards = [make("viescore"), make("viescore"), make("editscore"), make("viescore", num_answers=2)]
-        same, again, *others = map(describe_code, rewards)
+        same, again, *others = map(describe_reward, rewards)
         assert same == again and same not in others
 
 

@@ -23,10 +23,10 @@ from ..evaluation.judge_benchmarks import is_consistency_rank
 from ..evaluation.ranking_benchmark import IMAGE_COLUMNS
 from ..evaluation.runs import RowImages
 from ..rewards import WordsJudge
+from ..rewards.fingerprint import describe_scorer
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError, raise_errors
 from ..utils.files import digest
-from ..utils.fingerprint import describe_scorer
 from .evaluate_arguments import BENCHMARKS, JudgeArguments, load_judge
 from .options import find_unused
 from .script_arguments import WORDS, judge_options

@@ -70,7 +70,7 @@ def rank_with_judge(
     Returns:
         `dict[str, int]`: `ranked` (now), `found` (from an earlier run) and `unanswered`.
     """
-    from ..utils.fingerprint import describe_scorer  # imports torch
+    from ..rewards.fingerprint import describe_scorer  # imports torch
 
     file = Path(folder) / f"{check_annotator(annotator)}.jsonl"
     existing_files = [file] if file.exists() else []

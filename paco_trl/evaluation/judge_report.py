@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..rewards.fingerprint import HARMLESS_IN_SCORERS
 from ..utils.differences import changes
 from ..utils.files import read_template, write_atomically
-from ..utils.fingerprint import HARMLESS_IN_SCORERS
 from ..utils.option_checks import PROTOCOLS
 from ..utils.papers import PAPER
 from ..utils.text import interval_text, markdown_table, number_text, read_json, without_nan

@@ -13,8 +13,9 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from ..rewards import yes_probability
+from ..rewards.fingerprint import describe_scorer
 from ..utils.files import digest
-from ..utils.fingerprint import describe, describe_scorer
+from ..utils.fingerprint import describe
 from ..utils.images import open_image, reading, to_rgb
 from ..utils.journals import Journal
 from ..utils.names import public_text

@@ -23,8 +23,8 @@ from ..data.t2is import find_t2is_bench, read_t2is_bench
 from ..evaluation.runs import batches, dataset_fingerprint
 from ..generation.image_files import name_prompts
 from ..rewards import ServedJudge
+from ..rewards.fingerprint import describe_scorer
 from ..rewards.image_rewards import panel_similarity
-from ..utils.fingerprint import describe_scorer
 from ..utils.names import public_name
 from ..utils.text import join_first, read_json
 from .score_store import open_scores

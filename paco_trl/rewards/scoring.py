@@ -22,7 +22,7 @@ from ..data import split_grid
 from ..rollout.rounds import Completion, Round
 from ..utils.background import CallExecutor, abandon_at_exit
 from ..utils.placement import placed_on
-from ..utils.stopping import StopRequested, agree
+from ..utils.stopping import agree, raise_stop
 from .checks import is_async_reward
 from .errors import RewardError
 from .weighting import Rewards
@@ -332,7 +332,7 @@ class RoundScoring:
         if not stop and not is_bad:
             return bool(is_pending)
         if stop:
-            raise StopRequested(stop, by_all=True)
+            raise_stop(stop, by_all=True)
         texts = [] if error is None else [f"process {self.accelerator.process_index}: {error}"]
         if self.accelerator.num_processes > 1:
             self.drop()  # before the exchange, for which all processes wait

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from ..utils.fingerprint import describe_code
 from ..utils.logs import get_logger
 from ..utils.option_checks import check_required, check_reward_weights
 from ..utils.text import shorten
 from .aggregation import AggregationDetails, aggregate_rewards
 from .checks import RewardFunction, check_reward_functions, is_async_reward
 from .errors import RewardError, parameters_of, wrap_reward_error
+from .fingerprint import describe_reward
 from .named_rewards import make_named_reward
 
 
@@ -86,7 +86,7 @@ class Rewards:
         """Return what the values of each reward depend on, by its name."""
         settings = zip(self.names, self.functions, self.weights.tolist(), self.required, strict=True)
         return {
-            name: {**describe_code(function), "weight": weight, "required": required}
+            name: {**describe_reward(function), "weight": weight, "required": required}
             for name, function, weight, required in settings
         }
 

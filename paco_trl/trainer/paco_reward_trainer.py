@@ -53,7 +53,7 @@ from ..utils.logs import get_logger
 from ..utils.option_checks import uses_fsdp
 from ..utils.papers import PAPER
 from ..utils.quantization import describe_quantization
-from ..utils.stopping import StopRequested, agree, ignore_stop_in_workers
+from ..utils.stopping import agree, ignore_stop_in_workers, raise_stop
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
 from .checks import check_has_evaluation, check_pairs, warn_of_trained_pairs
 from .config_utils import check_best_metric, check_optimizer_class, copy_config
@@ -555,7 +555,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         if self.accelerator.num_processes == 1 or len(self._evaluated) % _BATCHES_PER_AGREEMENT == 0:
             (stop,) = agree(self.accelerator)
             if stop:
-                raise StopRequested(stop, by_all=True)
+                raise_stop(stop, by_all=True)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """

@@ -43,7 +43,7 @@ from ..utils.differences import differences
 from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
 from ..utils.processes import end_training
-from ..utils.stopping import StopRequested, agree, defer_stop_signals, stop_signals
+from ..utils.stopping import StopRequested, agree, defer_stop_signals, raise_stop, stop_signals
 from .model_cards import TRAIN_SECONDS, training_seconds
 from .publishing import HubTrainer
 
@@ -222,7 +222,7 @@ class ExactResumeMixin(HubTrainer):
             self.control.should_evaluate = self.control.should_save = False
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if stop:
-            raise StopRequested(stop, by_all=True)
+            raise_stop(stop, by_all=True)
 
     def _save_before_stop(self) -> Path | None:
         """Save a checkpoint of the last step if there is none; return the latest. Collective: call on all ranks."""

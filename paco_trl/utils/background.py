@@ -19,7 +19,7 @@ from weakref import WeakSet
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-exit_code = 1  # exit code of a process that ends while a call is running
+_exit_code = 1  # of a process that ends while a call is running
 _calls: WeakSet[Future] = WeakSet()
 _loops: "WeakSet[AbstractEventLoop]" = WeakSet()
 
@@ -33,6 +33,12 @@ class CallExecutor(ThreadPoolExecutor):
         return future
 
 
+def set_exit_code(code: int) -> None:
+    """Set the exit code of a process that ends while a call is running."""
+    global _exit_code
+    _exit_code = code
+
+
 def abandon_at_exit(loop: "AbstractEventLoop") -> None:
     """Let the process end without waiting for an event loop, in its own thread or in others."""
     loop.set_default_executor(CallExecutor(None, "calls"))
@@ -44,7 +50,7 @@ def _exit_past_running_calls() -> None:
         atexit._run_exitfuncs()  # those of trackers, for example
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(exit_code)
+        os._exit(_exit_code)
 
 
 def _answers(loop: "AbstractEventLoop") -> bool:

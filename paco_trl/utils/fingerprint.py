@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -33,11 +33,6 @@ _MAX_SAMPLED_VALUES = 1024
 # Bytes of a part of a file. Two parts tell compressed images apart; weights take many, as only some may have changed
 _PART_BYTES = 16 * 1024
 _PARTS_PER_FILE = 64
-
-# Arguments and attributes of rewards and judges that decide where and how fast they score, not what
-HARMLESS_IN_SCORERS = (
-    "device", "batch_size", "name", "model", "base_url", "max_concurrency", "timeout", "time_budget",
-)  # fmt: skip
 
 
 def weights_fingerprint(*modules: nn.Module, frozen_only: bool = False) -> str:
@@ -85,8 +80,9 @@ def _sample(name: str, weight: Any) -> bytes:
 
 def describe(value: Any) -> Any:
     """
-    Describe whatever decides numbers as JSON has it: settings as they are, the columns of a dataset and modules by
-    digests, rewards, judges and families by [`describe_code`]. No path and no address in memory is part of it.
+    Describe, as JSON values, everything that can change a result: settings as they are, the columns of a dataset and
+    modules by digests, functions and other objects by [`describe_code`]. No path and no address in memory is part of
+    it.
     """
     if isinstance(value, Enum):
         return value.value
@@ -127,17 +123,17 @@ def versions() -> dict[str, str]:
 # ---- Code ----
 
 
-def describe_code(scorer: Any) -> dict[str, Any]:
+def describe_code(target: Any, harmless: Collection[str] = ()) -> dict[str, Any]:
     """
-    Describe what a reward, a judge or a family gives depends on: source, arguments, model, weights, processor and
-    judge, and its `fingerprint`, if it has one. Not what it reads elsewhere: a server's weights, a file, a global
-    variable.
+    Describe everything that the results of a function or an object depend on: source, arguments, model, weights,
+    processor and judge, and its `fingerprint`, if it has one. The description has no `harmless` arguments and
+    attributes, and nothing that the code reads elsewhere: a server's weights, a file, a global variable.
     """
-    scorer = scorer.__self__ if inspect.ismethod(scorer) else scorer
-    if isinstance(scorer, functools.partial):
-        arguments = digest(describe([*scorer.args, scorer.keywords]))[:16]  # one may be a secret
-        return {**describe_code(scorer.func), "arguments": arguments}
-    code: Any = scorer if inspect.isroutine(scorer) or inspect.isclass(scorer) else type(scorer)
+    target = target.__self__ if inspect.ismethod(target) else target
+    if isinstance(target, functools.partial):
+        arguments = digest(describe([*target.args, target.keywords]))[:16]  # one may be a secret
+        return {**describe_code(target.func, harmless), "arguments": arguments}
+    code: Any = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
     description: dict[str, Any] = {"code": f"{code.__module__}.{code.__qualname__}"}
     if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
         description["source"] = source
@@ -147,22 +143,22 @@ def describe_code(scorer: Any) -> dict[str, Any]:
             with_values |= inspect.getclosurevars(inspect.unwrap(code)).nonlocals
         if values := {name: value for name, value in with_values.items() if _is_plain(value)}:
             description["variables"] = digest(describe(values))[:16]
-    if name := getattr(scorer, "model_name", None) or getattr(scorer, "name", None):
+    if name := getattr(target, "model_name", None) or getattr(target, "name", None):
         description["model_name"] = public_name(str(name))
-    if fingerprint := getattr(scorer, "fingerprint", None):
+    if fingerprint := getattr(target, "fingerprint", None):
         description["fingerprint"] = str(fingerprint)
-    package_class = next((base for base in type(scorer).__mro__ if base.__module__.startswith("paco_trl.")), None)
+    package_class = next((base for base in type(target).__mro__ if base.__module__.startswith("paco_trl.")), None)
     for name in inspect.signature(package_class).parameters if package_class is not None else ():
-        value = getattr(scorer, name, None)
-        if name not in HARMLESS_IN_SCORERS and value is not None and _is_plain(value):  # `None` is as good as left out
+        value = getattr(target, name, None)
+        if name not in harmless and value is not None and _is_plain(value):  # `None` is as good as left out
             description[name] = describe(value)
-    attributes = {} if inspect.isclass(scorer) else getattr(scorer, "__dict__", {})
+    attributes = {} if inspect.isclass(target) else getattr(target, "__dict__", {})
     if not code.__module__ or not code.__module__.startswith("paco_trl."):  # as a digest: one may be a secret
-        left_out = () if package_class is None else HARMLESS_IN_SCORERS
+        left_out = () if package_class is None else harmless
         # A private attribute is a setting if an argument has its name; others may count calls, or hold what was loaded
         names = [name for name in attributes if not name.startswith("_") and name not in left_out]
         with suppress(ValueError):  # a class written in C may have no signature
-            parameters = inspect.signature(type(scorer)).parameters
+            parameters = inspect.signature(type(target)).parameters
             names += [name for name in attributes if name.startswith("_") and name.lstrip("_") in parameters]
         values = {name: attributes[name] for name in names if _is_plain(attributes[name])}
         description |= {"attributes": digest(describe(values))[:16]} if values else {}
@@ -172,13 +168,8 @@ def describe_code(scorer: Any) -> dict[str, Any]:
         elif name == "processor" and hasattr(value, "to_json_string"):
             description[name] = describe(value)
         elif name == "judge":
-            description[name] = describe_code(value)
+            description[name] = describe_code(value, harmless)
     return description
-
-
-def describe_scorer(scorer: Any) -> dict[str, Any]:
-    """Describe what stored scores depend on, without attributes of a user's object: they may count its calls."""
-    return {name: value for name, value in describe_code(scorer).items() if name != "attributes"}
 
 
 def _is_settings(value: Any) -> bool:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from . import background
+from .background import set_exit_code
 
 
 if TYPE_CHECKING:
@@ -34,13 +34,21 @@ _is_deferred = False
 class StopRequested(SystemExit):
     """A signal ends the process; `by_all` if all processes have agreed to stop."""
 
+    code: int
+
     def __init__(self, number: int, by_all: bool = False):
         self.is_interrupt = number == signal.SIGINT
         code = _INTERRUPTED if self.is_interrupt else EXIT_CODE
         super().__init__(code)
-        background.exit_code = code
         self.signal = "Ctrl-C" if self.is_interrupt else signal.Signals(number).name
         self.by_all = by_all
+
+
+def raise_stop(number: int, by_all: bool = False) -> NoReturn:
+    """Raise `StopRequested`; the process then ends with its exit code even while a call is running."""
+    stopped = StopRequested(number, by_all)
+    set_exit_code(stopped.code)
+    raise stopped
 
 
 def _handle(number: int, frame) -> None:
@@ -49,7 +57,7 @@ def _handle(number: int, frame) -> None:
         _received = number
         _since = time.monotonic()
         if not _is_deferred:
-            raise StopRequested(number)
+            raise_stop(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             # At once, since a step may take minutes
             os.write(
@@ -80,7 +88,7 @@ def stop_signals(names: Sequence[str] = SIGNALS) -> Iterator[None]:
     try:
         yield
         if _received:  # after the last exchange
-            raise StopRequested(_received)
+            raise_stop(_received)
     finally:
         _received, _is_deferred = 0, False
         for number, handler in before.items():
