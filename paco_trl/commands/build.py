@@ -29,7 +29,7 @@ def stage(args, name: str, settings: dict | None = None) -> StageFolder:
 
 def result(args, name: str) -> Dataset | DatasetDict:
     """Load the output of an earlier stage."""
-    return stage(args, name).load()
+    return stage(args, name).load("panels" if name == "instances" else name)  # one stage writes both
 
 
 def grid_prompts(args) -> Dataset:

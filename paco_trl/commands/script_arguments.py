@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
 from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
+from ..utils.data_names import DEMO, TEXT_DATA, check_dataset_name, data_ending
 from ..utils.errors import OptionError, collect_errors
-from ..utils.names import DEMO, TEXT_DATA, check_adapter_name, check_dataset_name, check_model_name, data_ending
+from ..utils.model_files import CARD_DATA_FILE
+from ..utils.names import check_adapter_name, check_model_name
 from ..utils.option_checks import (
     WORDS_PROMPTS,
     check_quantization,
@@ -191,7 +193,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
 
 def _check_model(name: str) -> None:
     check_model_name(name)
-    files = ("model_index.json", "config.json", "adapter_config.json", "paco_trl.json")
+    files = ("model_index.json", "config.json", "adapter_config.json", CARD_DATA_FILE)
     if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in files):
         raise FileNotFoundError(f"The directory '{name}' has no model: none of {', '.join(files)}. Check the path.")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset, Features, Image, List, Value
 
-from ..utils.names import JSON_DATA, PARQUET, TABLES, data_ending
+from ..utils.data_names import JSON_DATA, PARQUET, TABLES, data_ending
 from ..utils.text import join_first, read_text
 
 

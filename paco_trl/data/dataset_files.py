@@ -16,7 +16,8 @@ from datasets.data_files import EmptyDatasetError
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 from huggingface_hub import snapshot_download
 
-from ..utils.names import DEMO, PARQUET, TEXT_DATA, check_dataset_name, data_ending, is_local
+from ..utils.data_names import DEMO, PARQUET, TEXT_DATA, check_dataset_name, data_ending
+from ..utils.names import is_local
 from ..utils.stage_folder import StageFolder, is_saved
 from ..utils.text import join_first
 from .caption_folders import read_caption_folder

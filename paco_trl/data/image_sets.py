@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset, Value
 
-from ..utils.names import LINES, data_ending
+from ..utils.data_names import LINES, data_ending
 from ..utils.text import is_text, join_first, shorten
 from .columns import check_references, is_size
 from .dataset_files import DEMO_FILE, load_split

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
-from ..utils.names import LINES, PARQUET, TABLES, TEXT_DATA, data_ending
+from ..utils.data_names import LINES, PARQUET, TABLES, TEXT_DATA, data_ending
 from ..utils.text import read_text, shorten
 from .columns import criteria_list
 

@@ -23,7 +23,7 @@ from ..data.questions import plain_question
 from ..utils.chat import ChatClient, NoAnswerError, read_reply
 from ..utils.files import read_record
 from ..utils.images import data_url
-from ..utils.model_files import find_model_file
+from ..utils.model_files import CARD_DATA_FILE, find_model_file
 from ..utils.names import public_name
 from ..utils.text import is_text, shorten
 from ..utils.vision_language import check_text, load_image, patch_size_of
@@ -553,7 +553,7 @@ def read_question(model: str, **hub_kwargs) -> str | None:
 
 
 def _read_question(model: str, **hub_kwargs: Any) -> str | None:
-    path = find_model_file(model, "paco_trl.json", **hub_kwargs)
+    path = find_model_file(model, CARD_DATA_FILE, **hub_kwargs)
     settings = read_record(path).get("settings") if path else None
     question = settings.get("question") if isinstance(settings, dict) else None
     return question if is_text(question) else None

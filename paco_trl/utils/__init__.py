@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers shared by the trainers and the rewards."""
+"""Helpers that all packages share, such as files, locks, names, processes, texts, and checks of options."""

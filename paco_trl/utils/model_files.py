@@ -76,7 +76,7 @@ def peft_folder(adapter: str) -> str | None:
 
 def check_generates(adapter: str, folder: str) -> None:
     """Refuse an adapter of a judge, whose `paco_trl.json` is in `folder`, a directory or Hub id."""
-    if read_record(find_model_file(folder, "paco_trl.json") or "").get("kind") == "judge":
+    if read_record(find_model_file(folder, CARD_DATA_FILE) or "").get("kind") == "judge":
         raise ValueError(f"'{adapter}' is a judge, which generates no images. `PaCoReward.from_pretrained` loads it.")
 
 

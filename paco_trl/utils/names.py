@@ -7,17 +7,7 @@ from difflib import get_close_matches
 from importlib.metadata import metadata
 from pathlib import Path
 
-from .text import COMPRESSED
 
-
-# Name of the dataset that comes with the package
-DEMO = "demo"
-# Endings of files of rows
-JSON_DATA = (".jsonl", ".json", ".ndjson")
-TABLES = (".csv", ".tsv")
-LINES = ".txt"
-PARQUET = ".parquet"
-TEXT_DATA = (*JSON_DATA, *TABLES, LINES)
 # A repository in the Hub's cache: .../models--user--name/snapshots/<commit>
 _IN_CACHE = re.compile(r"(?:models|datasets)--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+[/\\]?$")
 # A path in the middle of a text, such as that of an error
@@ -34,22 +24,6 @@ def is_local(name: str) -> bool:
     """Return whether a name is a directory or file of this machine, not a Hub id."""
     is_path = name.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[\\/]", name) is not None
     return is_path or os.path.exists(name)
-
-
-def data_ending(path: Path) -> str:
-    """Return the ending of a data file, without that of its compression."""
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
-
-
-def check_dataset_name(name: str | Path | None) -> None:
-    """Raise an error if a dataset is given by a path that does not exist."""
-    if name is None or os.path.exists(os.path.expanduser(name)):
-        return
-    if name != DEMO and str(name).lower() == DEMO:
-        raise FileNotFoundError(f"There is no dataset '{name}'. Did you mean `{DEMO}`?")
-    is_hub_id = isinstance(name, str) and not is_local(name) and name.count("/") < 2
-    if not is_hub_id or data_ending(Path(name)) in (*TEXT_DATA, PARQUET):
-        raise FileNotFoundError(f"There is no file or directory '{name}'. Check the path.")
 
 
 def check_adapter_name(name: str) -> None:

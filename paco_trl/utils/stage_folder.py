@@ -135,9 +135,9 @@ class StageFolder:
         shutil.rmtree(self._dataset, ignore_errors=True)
         (self.path / _REPORT).unlink(missing_ok=True)
 
-    def load(self) -> Dataset | DatasetDict:
-        """Load the result; raise a `FileNotFoundError` if the stage is not finished."""
+    def load(self, stage: str | None = None) -> Dataset | DatasetDict:
+        """Load the result; raise a `FileNotFoundError` if the stage, named as the directory, is not finished."""
         if not self.is_done:
-            stage = "panels" if self.path.name == "instances" else self.path.name  # which writes both
-            raise FileNotFoundError(f"No result in {self.path}: stage {stage!r} is not finished. Run it.")
+            name = stage or self.path.name
+            raise FileNotFoundError(f"No result in {self.path}: stage {name!r} is not finished. Run it.")
         return load_from_disk(str(self._dataset))
