@@ -33,7 +33,8 @@ from paco_trl.data import demo_prompts_path
 from paco_trl.rewards import JudgeUnavailableError
 from paco_trl.rewards.errors import RewardError
 from paco_trl.rewards.weighting import Rewards
-from paco_trl.utils import errors, option_checks
+from paco_trl.trainer import config_checks
+from paco_trl.utils import errors
 from paco_trl.utils.errors import OptionError, is_user_error, raise_errors
 from paco_trl.utils.text import number_text
 
@@ -748,7 +749,7 @@ def test_deepspeed_is_missing(monkeypatch, capsys, tmp_path):
     (tmp_path / "ds.json").write_text("{}")
     words = {"--accelerate_config": "zero3", "--deepspeed": str(tmp_path / "ds.json")}
     assert main.main(["grpo", "--accelerate_config", "zero3", *DATA]) == 0
-    for module in (main, option_checks):
+    for module in (main, config_checks):
         monkeypatch.setattr(module, "find_spec", lambda package: None if package == "deepspeed" else package)
     for name, value in words.items():
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)

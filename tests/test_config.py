@@ -17,9 +17,9 @@ from trl import TrlParser
 import launching
 from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
+from paco_trl.trainer import config_checks
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
 from paco_trl.trainer.step_statistics import RatioStatistics
-from paco_trl.utils import option_checks
 from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring
 
@@ -267,7 +267,7 @@ class TestValues:
 
     @pytest.mark.parametrize("name", INTEGRATION_TO_CALLBACK)
     def test_a_tracker_of_transformers_is_installed_or_named_with_its_package(self, tmp_path, name, monkeypatch):
-        monkeypatch.setattr(option_checks, "find_spec", lambda package: package == "tensorboardX" or None)
+        monkeypatch.setattr(config_checks, "find_spec", lambda package: package == "tensorboardX" or None)
         if name in ("azure_ml", "kubeflow", "tensorboard"):
             assert PaCoGRPOConfig(str(tmp_path), use_cpu=True, report_to=[name]).report_to == [name]
         else:

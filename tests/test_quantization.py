@@ -36,7 +36,7 @@ from paco_trl.commands.script_arguments import ScriptArguments, load_rewards
 from paco_trl.hub.cards import render_card
 from paco_trl.planning.peaks import weights_bytes
 from paco_trl.rewards import ConsistencyReward, redness_reward
-from paco_trl.utils.option_checks import check_quantization
+from paco_trl.trainer.config_checks import check_quantization
 from paco_trl.utils.quantization import describe_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset

@@ -34,7 +34,7 @@ from paco_trl.rewards import redness_reward
 from paco_trl.rollout.families import FAMILIES
 from paco_trl.rollout.families.flux import FluxFamily
 from paco_trl.rollout.families.qwen_image import QwenImageFamily
-from paco_trl.utils.option_checks import UNUSED_FIELDS
+from paco_trl.trainer.config_checks import UNUSED_FIELDS
 
 
 ROOT = Path(__file__).parent.parent

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from ..trainer.config_checks import GRPO_LOSSES, NFT_LOSSES, grpo_config_errors, reward_config_errors, size_errors
 from ..utils.errors import OptionError, raise_errors
 from ..utils.files import file_on_path
-from ..utils.option_checks import GRPO_LOSSES, NFT_LOSSES, grpo_config_errors, reward_config_errors, size_errors
 from .main import launch, print_message, read_config
 from .options import OptionSources, config_options, declared_options
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
 from ..rewards.named_rewards import NAMED_REWARDS, make_named_reward
+from ..trainer.config_checks import check_quantization
 from ..utils.data_names import DEMO, TEXT_DATA, check_dataset_name, data_ending
 from ..utils.errors import OptionError, collect_errors
 from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import check_adapter_name, check_model_name
 from ..utils.option_checks import (
     WORDS_PROMPTS,
-    check_quantization,
     check_required,
     check_reward_weights,
     uses_fsdp,

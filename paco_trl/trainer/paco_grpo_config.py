@@ -20,14 +20,7 @@ from ..utils.deepspeed import check_compiled_blocks, complete_config
 from ..utils.errors import OptionError, raise_errors
 from ..utils.fsdp import activate_on_cpu
 from ..utils.logs import get_logger
-from ..utils.option_checks import (
-    GRPO_LOSSES,
-    QUANTIZATIONS,
-    SET_LAYOUTS,
-    choice_errors,
-    grpo_config_errors,
-    read_scale_rewards,
-)
+from ..utils.option_checks import QUANTIZATIONS, SET_LAYOUTS
 from ..utils.round_sizes import (
     DEFAULT_OPTIMIZER_STEPS,
     DEFAULT_PROMPTS,
@@ -37,6 +30,7 @@ from ..utils.round_sizes import (
     trained_steps,
 )
 from ..utils.stopping import SIGNALS
+from .config_checks import GRPO_LOSSES, choice_errors, grpo_config_errors, read_scale_rewards
 from .config_utils import (
     REFUSED_GRPO_FIELDS,
     check_optimizer,

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from ..utils.option_checks import NFT_LOSSES
+from .config_checks import NFT_LOSSES
 from .config_utils import help_from_docstring
 from .paco_grpo_config import CHOICES, PaCoGRPOConfig
 

@@ -15,10 +15,10 @@ from ..rewards.scoring import Scores
 from ..rollout import Family, check_call_at, keyed_generator, predict
 from ..rollout.policy import RecordingOptions
 from ..rollout.rounds import Batch
-from ..utils.option_checks import UNUSED_FIELDS, UNUSED_WITH
 from ..utils.papers import NFT_PAPER
 from ..utils.tensors import to_device
 from .callbacks import AverageCallback
+from .config_checks import UNUSED_FIELDS, UNUSED_WITH
 from .losses import add_flow_noise, nft_old_policy_decay, velocity_error
 from .nft_objectives import OBJECTIVES, NoisedStep, Objective
 from .paco_nft_config import PaCoNFTConfig

@@ -10,8 +10,8 @@ from trl import SFTConfig
 from ..utils.deepspeed import complete_config
 from ..utils.errors import raise_errors
 from ..utils.fsdp import activate_on_cpu
-from ..utils.option_checks import choice_errors, reward_config_errors
 from ..utils.stopping import SIGNALS
+from .config_checks import choice_errors, reward_config_errors
 from .config_utils import (
     REFUSED_SFT_FIELDS,
     check_optimizer,

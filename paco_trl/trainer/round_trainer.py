@@ -81,7 +81,6 @@ from ..utils.fingerprint import component_fingerprint, describe
 from ..utils.fsdp import model_class, prepare_sharding, shards_weights
 from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
-from ..utils.option_checks import check_quantization
 from ..utils.quantization import describe_quantization
 from .callbacks import AverageCallback, ContactSheetsCallback, ImageStatisticsCallback
 from .checks import (
@@ -93,6 +92,7 @@ from .checks import (
     read_train_rows,
     warn_of_trained_rows,
 )
+from .config_checks import check_quantization
 from .config_utils import check_optimizer_class, copy_config
 from .console import use_console
 from .evaluator import Evaluator, TrainedModel, evaluation_metrics
