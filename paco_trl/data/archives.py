@@ -23,7 +23,7 @@ from .image_paths import image_file
 ARCHIVE_PATTERNS = ["*.zip", "*.zip[._-]*", "*.z[0-9]*", "*.tar", "*.tar[._-]*", "*.tgz", "*.tgz[._-]*"]
 
 _ARCHIVE = re.compile(r"\.(zip|tgz|tar(\.(gz|bz2|xz))?)$")
-# Limit of the extracted size: per byte of the archive, and at least. Images hardly compress; a bomb does by a thousand
+# Limits of the extracted size, per byte of the archive and at least: images hardly compress, bombs by a thousand
 _MAX_RATIO = 100
 _MIN_LIMIT = 10**9
 # `zipfile` raises `RuntimeError` for an encrypted archive

@@ -24,12 +24,12 @@ _INPUT = re.compile(r"input\d*")
 
 def read_caption_folder(folder: Path) -> Dataset | None:
     """
-    Read a directory of images with texts; return `None` for one of another format.
+    Read a directory of images with texts; return `None` for a directory of another format.
 
     The texts are the column `prompt`, the images `target`, which rewards get, and the source images `images`.
 
     Raises:
-        ValueError: If some images have no text, or a text is empty, or an edited image has no source, or two of them.
+        ValueError: If some images have no text, a text is empty, or an edited image has no source, or two sources.
     """
     entries = sorted(folder.iterdir())
     if any(data_ending(path) in (*JSON_DATA, *TABLES, PARQUET) for path in entries):

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Image, LargeList, List, Value
 from ..utils.text import shorten
 
 
-# What the output should keep of a reference, in the terms of the paper and T2IS-Bench
+# The properties of a reference that an output can keep, in the terms of the paper and T2IS-Bench
 REFERENCE_ROLES = ("identity", "style", "logic")
 CRITERIA_TYPE = [{"dimension": "string", "name": "string", "text": "string"}]
 
@@ -70,7 +70,7 @@ def check_image_column(dataset: Dataset, column: str, name: str, decoded: bool =
 def typed_dataset(rows: Sequence[tuple[Any, ...]], /, **types: Any) -> Dataset:
     """Build a dataset from rows. `types` are its columns, see [`column_types`]."""
     if not rows:
-        raise ValueError(f"No row of {', '.join(types)} is left. Leave fewer rows out.")
+        raise ValueError("No row is left. Leave fewer rows out.")
     columns = dict(zip(types, map(list, zip(*rows, strict=True)), strict=True))
     return Dataset.from_dict(columns, features=column_types(**types))
 

@@ -111,7 +111,7 @@ def _read_saved(path: str) -> Mapping[str, Dataset]:
 
 
 def _list_files(builder: datasets.DatasetBuilder, path: str) -> dict[str, list[str]]:
-    """Return the files by split that `datasets` finds, without copies of data files; warn of those it does not read."""
+    """Return the files by split that `datasets` finds, without backups; warn of data files that it does not read."""
     files = builder.config.data_files or {}
     if not os.path.isdir(path):
         return files
@@ -205,7 +205,7 @@ def _select_split(splits: Mapping[str, Dataset], split: str, path: str | Path) -
 
 
 def report_broken_rows(broken: list[str], total: int, item_name: str, skip_broken: bool | None) -> None:
-    """Raise an error for broken rows, or warn that they are left out; `None` where none can be left out."""
+    """Raise an error for broken rows, or warn that they are left out; `skip_broken=None` if that is no option."""
     if not broken:
         return
     if not skip_broken:

@@ -64,7 +64,7 @@ def check_edit_columns(dataset: Dataset, name: str = "dataset") -> None:
 
 
 def _is_gedit(names: Iterable[str]) -> bool:
-    # More than one column, since InstructPix2Pix and others share these names
+    # More than one column, since other datasets, such as InstructPix2Pix, share these names
     return {"instruction", "task_type"} <= {*names} and ("input_image_raw" in names or "input_image" in names)
 
 
@@ -161,8 +161,8 @@ def exclude_benchmark_images(dataset: Dataset, benchmark: Dataset) -> Dataset:
     Images are equal if their RGB pixels are, in whatever files; resized or recompressed copies are not found. Only
     images with a size of the benchmark's are decoded. The number of rows left out is logged.
 
-    Returns the other rows of `dataset` in their order, without copying images. Raises a `ValueError` if a dataset does
-    not have the format, an image cannot be read, or no row is left.
+    Returns the remaining rows of `dataset` in their order, without copying images. Raises a `ValueError` if a dataset
+    does not have the format, an image cannot be read, or no row is left.
     """
     check_edit_columns(dataset, "dataset")
     check_edit_columns(benchmark, "benchmark")

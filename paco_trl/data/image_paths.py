@@ -21,7 +21,7 @@ _STORED_IMAGES = [Value(f"{size}{kind}") for size in ("", "large_") for kind in 
 
 
 def with_image_types(dataset: Dataset, columns: Sequence[str], where: str = "the dataset") -> Dataset:
-    """Cast columns of paths or files, or of lists of them, to images, whatever program stored them."""
+    """Cast columns of paths or files, or of lists of these, to images, whatever program stored the columns."""
     for name in filter(columns.__contains__, dataset.column_names):
         feature = dataset.features[name]
         is_list = isinstance(feature, List | LargeList)
@@ -76,7 +76,7 @@ def with_image_files(dataset: Dataset, paths: dict[str, list[str]], folders: lis
 
 
 def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
-    """Replace a column without a `map` over the others, which would encode their JSON again."""
+    """Replace a column without a `map` over the other columns, which would encode their JSON again."""
     other_columns = dataset.remove_columns(name)
     if other_columns.column_names:
         column = concatenate_datasets([other_columns, column], axis=1)
@@ -84,7 +84,7 @@ def _with_column(dataset: Dataset, name: str, column: Dataset) -> Dataset:
 
 
 def _find_image_folder(name: str, folder: Path) -> Path:
-    """Find the directory of images that are not in `folder`: `images`, as Flow-Factory has it, or say which."""
+    """Find the directory of images that are not in `folder`: `images`, as in Flow-Factory. An error names another."""
     if (folder / "images" / name).is_file():
         return folder / "images"
     for inner in filter(Path.is_dir, folder.iterdir()):

@@ -53,7 +53,7 @@ _GRID_PHRASE = re.compile(GRID.pattern + r"[\s-]+grid\b", re.IGNORECASE)
 
 def check_image_set_columns(dataset: Dataset) -> None:
     """
-    Check that a dataset has image-set prompts. Only the columns that they have are read.
+    Check that a dataset has image-set prompts. Only the columns of such prompts are read.
 
     Raises a `ValueError` if there are no rows, `prompt`, `rows`, `cols` or `panels` is missing, or a row has an empty
     prompt, an empty panel, another number of panels than its grid, another grid than its prompt names, or an invalid
@@ -69,7 +69,7 @@ def check_image_set_rows(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _check_rows(rows: list[Mapping[str, Any]], names: list[str]) -> None:
-    """Check rows of a dataset, which may have more columns: `names`."""
+    """Check rows of image-set prompts; `names` are all columns of their dataset."""
     if not rows:
         if names:
             remedy = "Rename the column of the texts to `prompt`, or name the file that has it."
@@ -129,7 +129,7 @@ def _check_prompt(index: int, prompt: Any) -> None:
 
 
 def _check_grid_of_prompt(index: int, prompt: str, rows: int, cols: int) -> None:
-    """Check that a row has the grid that its prompt asks for, since the image is split by the row's."""
+    """Check that a row has the grid that its prompt asks for, since the image is split by the row's grid."""
     markers = find_markers(prompt)
     theme = prompt[: markers[0].start()] if markers else prompt
     grids = GRID_LAYOUT.findall(theme)
@@ -265,9 +265,9 @@ def load_image_set_prompts(name_or_path: str | Path, split: str = "train", confi
     Load image-set prompts from the Hub or from disk, and check them. Raw T2IS rows are converted.
 
     Rows with a `prompt` but without `rows`, `cols` and `panels` are completed: a text that names an `RxC grid layout`
-    is parsed by [`parse_image_set_prompt`], any other is a single image (`rows = cols = 1`). A missing `theme` is also
-    parsed. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one per panel, each of
-    the row's `height` and `width`. The trainers complete their datasets in the same way.
+    is parsed by [`parse_image_set_prompt`], any other text is a single image (`rows = cols = 1`). A missing `theme` is
+    also parsed. A row with `layout: "separate"`, `theme` and `panels` is a set of separate images, one per panel, each
+    of the row's `height` and `width`. The trainers complete their datasets in the same way.
 
     Args:
         name_or_path (`str` or `Path`):

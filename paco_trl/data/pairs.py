@@ -49,8 +49,8 @@ _LABEL_ONLY = re.compile(r"(Yes|No)\.?\s*")
 
 # 'Answer "Yes" and "No" first' ends every question, with the only "first" that does not refer to an image
 _ANSWER_FIRST = re.compile(r"answer\s+[\"'“‘]?yes[\"'”’]?\s+(?:and|or)\s+[\"'“‘]?no[\"'”’]?\s+first", re.IGNORECASE)
-# A false match only costs a pair, a missed one gives a pair a wrong label. Letters only as capitals, since the "a" of
-# "image a" is an article
+# A false match only costs a pair, but a missed match gives a pair a wrong label. Only capital letters name images,
+# since the "a" of "image a" is an article
 _POSITION = re.compile(
     r"\b(?:first|second|1st|2nd|left|right|former|latter)\b"
     r"|\b(?:original|edited|modified|source|reference|candidate)\s+(?:image|picture|photo|version|one)s?\b"
@@ -362,7 +362,7 @@ def _find_contradictions(dataset: Dataset) -> list[tuple[int, int]]:
 def validate_pairs(dataset: Dataset, num_proc: int | None = None, skip_broken: bool = False) -> Dataset:
     """
     Check pairs like [`check_pair_columns`], and also decode every image, so that a damaged one does not end a run.
-    Returns the valid rows, with a warning about those that contradict one another.
+    Returns the valid rows, with a warning about rows that contradict one another.
 
     Unless caching is disabled, the result is cached by the dataset's fingerprint and the sizes and times of its image
     files, and images are only decoded again after one has changed. Images behind URLs count as broken.

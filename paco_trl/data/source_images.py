@@ -16,7 +16,7 @@ from ..utils.images import reading, refuse_address, to_rgb
 from ..utils.text import shorten_path
 
 
-# Above this number of rows, passes over them show a progress bar
+# Above this number of rows, a pass over the rows shows a progress bar
 MANY_ROWS = 1000
 
 # EXIF orientations that swap width and height
@@ -81,11 +81,11 @@ class SourceImages:
         return [os.path.getsize(image["path"]) if image["bytes"] is None else len(image["bytes"]) for image in images]
 
     def files(self, row: int) -> list[Path | None]:
-        """Return the paths of a row's images, `None` for embedded ones."""
+        """Return the paths of a row's images, `None` for embedded images."""
         return [Path(image["path"]) if image["bytes"] is None else None for _, image in self._images(row)]
 
     def load(self, row: int, in_rgb: bool = True) -> list[Image.Image]:
-        """Decode the images of a row, in RGB or their own modes; raise `ValueError` for damaged or changed ones."""
+        """Decode the images of a row, in RGB or their own modes; raise `ValueError` for damaged or changed images."""
         images = zip(self._images(row), self._sizes[row], strict=True)
         return [self._decode(*image, size, in_rgb) for image, size in images]
 

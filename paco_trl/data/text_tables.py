@@ -91,7 +91,7 @@ def _parse_column(texts: list[str | None]) -> list[Any]:
 
 def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> Dataset:
     """
-    Build a dataset with the keys of all rows; `Dataset.from_list` only takes those of the first.
+    Build a dataset with the keys of all rows; `Dataset.from_list` only takes the keys of the first row.
 
     Columns that Arrow cannot store, or would change (it gives each dictionary the keys of all), are stored as JSON.
     """

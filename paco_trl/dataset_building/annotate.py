@@ -82,7 +82,7 @@ class AnnotationWork:
             raise ValueError(f"`annotations_per_instance` is {annotations_per_instance}, but must be at least 1.")
         self.folder, self.annotations_per_instance = folder, annotations_per_instance
         self._lock = threading.Lock()
-        # Only one process may serve the directory, since another would not see the rankings that this one saves
+        # Only one process may serve the directory: another process would not see the rankings that this one saves
         self.file_lock = FileLock(folder.absolute().with_name(f".{folder.name}.lock"))
         self._rows = {row["id"]: row for row in instances.with_format(None)}
         self._prompts = {row["id"]: row for row in prompts.with_format(None)}
@@ -291,7 +291,7 @@ def serve_annotation(
             app_kwargs={
                 "routes": [Route("/image/{sha256}", image)],
                 "middleware": [
-                    # A name of another site that was made to point here
+                    # Refuses the name of another site that was made to point here
                     Middleware(TrustedHostMiddleware, allowed_hosts=[host.lower(), "127.0.0.1", "localhost"]),
                     Middleware(BaseHTTPMiddleware, dispatch=_same_origin_only),
                 ],

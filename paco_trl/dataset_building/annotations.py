@@ -29,7 +29,7 @@ from ..utils.journals import append_lines, read_lines
 from ..utils.text import shorten
 
 
-# The annotator that stands for the construction
+# The annotator that ranks by the construction of the grids
 AUTOMATIC = "automatic"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,39}")
@@ -42,7 +42,7 @@ class Annotation(NamedTuple):
     instance: str  # id of the ranking instance
     # Rank of each candidate: 1 is the most consistent, equal ranks are tied. `None` for a skipped instance
     ranks: tuple[int, ...] | None
-    has_scores: bool = False  # of a judge
+    has_scores: bool = False  # whether a judge ranked by scores
 
 
 def keyed_hash(*key: int | str) -> int:
@@ -160,7 +160,7 @@ class Vote(NamedTuple):
 
 
 def majority_vote(ranks: Sequence[Sequence[int]]) -> Vote:
-    """Count the votes on an instance, from each annotator's ranks of the candidates (1 is best, equal ones tie)."""
+    """Count the votes on an instance, from each annotator's ranks of the candidates (1 is best, equal ranks tie)."""
     candidates = range(len(ranks[0]))
     # Number of annotators who put i before j, minus the number who put j before i
     margins = [[sum((row[i] < row[j]) - (row[i] > row[j]) for row in ranks) for j in candidates] for i in candidates]

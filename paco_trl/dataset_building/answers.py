@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TEMPLATES = Environment(loader=PackageLoader("paco_trl"))
 
 SAME_PROMPT = "the same as an earlier prompt"
-# Number of answers without a usable one after which to give up
+# Number of unusable answers, without any usable one, after which to give up
 _MAX_UNUSABLE = 24
 
 

@@ -142,6 +142,6 @@ def _format_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts(values: Mapping[str, Any], *excluded: str) -> str:
-    """List the values of a stage, except those that the card shows elsewhere."""
+    """List the values of a stage, except values that the card shows elsewhere."""
     other_values = {name: value for name, value in values.items() if name not in excluded}
     return "".join(f"- {name}: {text}\n" for name, text in _format_values(other_values).items()) + "\n"

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # products, which change with the number of threads
 _SCALE = 10_000
 _RANDOM_SEED = 0
-# Cosine similarity from which a selected row represents another
+# Cosine similarity from which a selected row represents another row
 _COVERAGE_THRESHOLD = 0.8
 
 
@@ -27,8 +27,8 @@ def diversify(
     embeddings: np.ndarray, num_selected: int, duplicate_threshold: float = 0.95
 ) -> tuple[list[int], dict[str, Any]]:
     """
-    Select rows of unit vectors (n, d) that represent all others, without near-duplicates, with O(n^2) memory. Returns
-    them in the order of selection, so that the first m are the selection of m, and a report of their coverage.
+    Select rows of unit vectors (n, d) that represent all rows, without near-duplicates, with O(n^2) memory. Returns
+    the rows in the order of selection, so that the first m are the selection of m, and a report of their coverage.
     """
     total = len(embeddings)
     if not 1 <= num_selected <= total:
@@ -98,7 +98,7 @@ def diversify_prompts(
     dataset: Dataset, model: str | Path, num_selected: int, duplicate_threshold: float = 0.95
 ) -> tuple[Dataset, dict[str, Any]]:
     """
-    Select image-set prompts that represent all others, without near-duplicates, by greedy facility location.
+    Select image-set prompts that represent all prompts, without near-duplicates, by greedy facility location.
 
     Embeds the theme and the texts of the panels, without panel markers.
 

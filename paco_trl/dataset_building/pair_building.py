@@ -73,7 +73,7 @@ def built_pair_features() -> Features:
 
 
 def pairs_dataset(decisions: Sequence[Decision], panels: Dataset, prompts: Dataset) -> Dataset:
-    """Build pairs from decisions, without those that have as many votes for Yes as for No."""
+    """Build pairs from decisions, without decisions that have as many votes for Yes as for No."""
     images = column_by_id(panels, "image")
     hashes = column_by_id(panels, "sha256")
     majorities = [decision for decision in decisions if decision.yes != decision.no]

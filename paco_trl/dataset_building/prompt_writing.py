@@ -172,7 +172,7 @@ def _plan(num_prompts: int, categories: list[Category], layouts: list[tuple[int,
 
 
 def _read(reply: Reply, batch: _Batch, count: int) -> tuple[list[tuple[str, list[str]]], Counter[str]]:
-    """Return the usable prompts of an answer, and the causes why others of the `count` requested ones are not."""
+    """Return the usable prompts of an answer, and why the other prompts of the `count` requested ones are unusable."""
     if reply.text is None:
         return [], Counter({cause_of(reply): count})
     text = reply.text.strip()

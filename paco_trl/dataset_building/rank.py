@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def rank_automatically(instances: Dataset, panels: Dataset, folder: str | Path) -> int:
     """
-    Rank all instances by construction: candidates from the reference's grid are more consistent than others.
+    Rank all instances by construction: candidates from the reference's grid are more consistent than other candidates.
 
     Replaces earlier annotations of the annotator `automatic` in `folder`. Returns the number of instances.
     """

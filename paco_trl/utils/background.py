@@ -40,14 +40,14 @@ def set_exit_code(code: int) -> None:
 
 
 def abandon_at_exit(loop: "AbstractEventLoop") -> None:
-    """Let the process end without waiting for an event loop, in its own thread or in others."""
+    """Let the process end without waiting for an event loop, or for its calls in other threads."""
     loop.set_default_executor(CallExecutor(None, "calls"))
     _loops.add(loop)
 
 
 def _exit_past_running_calls() -> None:
     if any(map(Future.running, _calls)) or not all(map(_answers, _loops)):
-        atexit._run_exitfuncs()  # those of trackers, for example
+        atexit._run_exitfuncs()  # functions of trackers, for example
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(_exit_code)

@@ -118,12 +118,12 @@ class ChatClient:
     # ---- On the event loop ----
 
     async def list_models(self, max_retries: int | None = None) -> dict[str, Any]:
-        """Return the server's models by name, with other retries than those of the client if they are given."""
+        """Return the server's models by name; `max_retries` replaces the client's number of retries."""
         with self._failures():
             return {model.id: model for model in (await self._client(max_retries).models.list()).data}
 
     async def find_model(self, max_retries: int | None = None) -> dict[str, Any]:
-        """Check that the server has the model; return all of them."""
+        """Check that the server has the model; return all its models."""
         models = await self.list_models(max_retries)
         if self.model not in models:
             served = ", ".join(models) or "none"
@@ -141,7 +141,7 @@ class ChatClient:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Convert exceptions of openai's client to those of this module, with the server's or the network's report."""
+        """Convert exceptions of openai's client to this module's, with the report of the server or the network."""
         import openai
 
         try:
@@ -181,7 +181,7 @@ class ChatRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Answer of a chat model, or the reason why it has no usable one."""
+    """Answer of a chat model, or the reason why there is no usable answer."""
 
     text: str | None
     reason: str | None = None  # the server refused this one request, or the answer is empty, cut or cannot be read

@@ -9,7 +9,7 @@ from .text import shorten
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List the differences between two descriptions, a line each: the entries of `now`, and all within them."""
+    """List the differences of two descriptions, a line each: the entries of `now`, and everything within them."""
     lines = []
     for name, before, value in changes(saved, now):
         words = [_without_digest(before), _without_digest(value)]
@@ -22,12 +22,12 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _without_digest(value: Any) -> Any:
-    """Leave out a digest of contents, maybe after a word on them, from which a reader learns nothing."""
+    """Leave out a digest of contents, from which a reader learns nothing; a word before the digest stays."""
     return re.sub(r"(?:^|: )[0-9a-f]{16,64}$", "", value) if isinstance(value, str) else value
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Find what [`differences`] lists: names, and the two values."""
+    """Find the differences that [`differences`] lists: names, and the two values."""
     for name, value in now.items():
         before = saved.get(name)
         if isinstance(before, dict) and isinstance(value, dict):

@@ -20,8 +20,9 @@ class OptionError(ValueError):
     """
     An invalid value of an option, or options that contradict each other.
 
-    `options` are the fields involved, and `remedies` others that the message recommends. If some of the options were
-    typed and others are in a file, the first one in the file whose default resolves the error is dropped.
+    `options` are the fields involved, and `remedies` are other fields that the message recommends. If some of the
+    options were typed and other options are in a file, the parser drops the first option of the file whose removal
+    resolves the error.
     """
 
     def __init__(self, message: str, *options: str, remedies: Iterable[str] = ()):
@@ -87,7 +88,7 @@ def _is_own(error: BaseException) -> bool:
 
 
 def is_raised_by_package(error: BaseException) -> bool:
-    """Return whether an error is of a `raise` of this package, not of a call or an unpacking that failed in it."""
+    """Return whether a `raise` of this package raised an error, not a call or an unpacking that failed in it."""
     if _is_own(error):
         return True
     frames = traceback.extract_tb(error.__traceback__)

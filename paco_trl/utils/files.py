@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-# Characters that a file name has only in an encoded form
+# Characters that must be encoded in a file name
 _UNSAFE = re.compile(r"^\.|[^\w.~-]")
 # Longest file name in bytes. The limit is 255, and endings are added
 _LONGEST_NAME = 200
@@ -47,7 +47,7 @@ def file_on_path(folder: str | Path) -> Path | None:
 
 
 def why_unwritable(folder: str | Path) -> str | None:
-    """Return why nothing can be written to a directory, or to one above it if it does not exist; `None` if it can."""
+    """Return why a directory, or the one above it if it does not exist, cannot be written to; `None` if it can."""
     existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
     try:
         os.rmdir(tempfile.mkdtemp(dir=existing))  # `os.access` takes /proc, and a file system mounted read-only
@@ -67,7 +67,7 @@ def apply_umask(paths: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Make an empty directory, and delete it if what fills it fails or is interrupted."""
+    """Make an empty directory, and delete it if the block that fills it fails or is interrupted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe what determines results, as data to save and compare: settings, rows, weights, and code."""
+"""Describe everything that determines results, as data to save and compare: settings, rows, weights, and code."""
 
 import functools
 import hashlib
@@ -30,7 +30,8 @@ version = functools.cache(metadata.version)  # uncached, it parses a file each t
 
 # Number of values per weight. Training changes nearly all of them
 _MAX_SAMPLED_VALUES = 1024
-# Bytes of a part of a file. Two parts tell compressed images apart; weights take many, as only some may have changed
+# Bytes of a part of a file. Two parts tell compressed images apart; files of weights take many parts, since only some
+# weights may have changed
 _PART_BYTES = 16 * 1024
 _PARTS_PER_FILE = 64
 
@@ -61,7 +62,7 @@ def component_fingerprint(component: Any) -> str:
     """Digest a component of a pipeline: its weights, if any, and its configuration, such as a scheduler's."""
     config = getattr(component, "config", None)
     items = config.items() if isinstance(config, dict) else ()
-    # Names that begin with "_" say where it comes from. Its quantization is a setting of the run
+    # Names that begin with "_" say where the component comes from. Its quantization is a setting of the run
     kept = {name: describe(value) for name, value in items if name[0] != "_" and name != "quantization_config"}
     weights = weights_fingerprint(component) if isinstance(component, nn.Module) else None
     return digest([weights, kept])[:16]
@@ -135,7 +136,7 @@ def describe_code(target: Any, harmless: Collection[str] = ()) -> dict[str, Any]
         return {**describe_code(target.func, harmless), "arguments": arguments}
     code: Any = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
     description: dict[str, Any] = {"code": f"{code.__module__}.{code.__qualname__}"}
-    if source := _source(code):  # `None` of what was typed into an interpreter, or is not written in Python
+    if source := _source(code):  # `None` for code that was typed into an interpreter, or is not written in Python
         description["source"] = source
     if inspect.isfunction(code):
         with_values = {name: argument.default for name, argument in inspect.signature(code).parameters.items()}
@@ -155,7 +156,7 @@ def describe_code(target: Any, harmless: Collection[str] = ()) -> dict[str, Any]
     attributes = {} if inspect.isclass(target) else getattr(target, "__dict__", {})
     if not code.__module__ or not code.__module__.startswith("paco_trl."):  # as a digest: one may be a secret
         left_out = () if package_class is None else harmless
-        # A private attribute is a setting if an argument has its name; others may count calls, or hold what was loaded
+        # A private attribute is a setting if an argument has its name; other attributes may count calls or hold models
         names = [name for name in attributes if not name.startswith("_") and name not in left_out]
         with suppress(ValueError):  # a class written in C may have no signature
             parameters = inspect.signature(type(target)).parameters
@@ -177,7 +178,7 @@ def _is_settings(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, text or tensor, or consists of them; lists filled on the way are empty."""
+    """Return whether a value is a number, text or tensor, or consists of these; code may yet fill an empty list."""
     if isinstance(value, dict):
         return bool(value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -228,7 +229,7 @@ def describe_rows(dataset: Dataset) -> Iterator[str]:
 
 
 def _file_contents(value: Any) -> Any:
-    """Return an Arrow value with digests in place of files and bytes. None of them is copied."""
+    """Return an Arrow value with digests in place of files and bytes. No content is copied."""
     if not value.is_valid:
         return None
     if isinstance(value, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
@@ -258,7 +259,7 @@ def file_digest(source: str | Path | pa.Buffer, parts: int = _PARTS_PER_FILE) ->
 
 
 def digest_model_files(model: str) -> str | None:
-    """Digest the files of a model in a directory, before it is loaded; `None` for one of the Hub, told by its name."""
+    """Digest the files of a model in a directory before it is loaded; `None` for a model of the Hub."""
     folder = Path(model)
     paths = sorted(path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     kept = [path for path in paths if path.suffix in (".safetensors", ".json", ".txt", ".jinja", ".model")]

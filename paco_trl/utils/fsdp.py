@@ -38,7 +38,7 @@ def prepare_sharding(accelerator: Accelerator, transformer: nn.Module) -> None:
     if plugin.transformer_cls_names_to_wrap is None and getattr(transformer, "_no_split_modules", None) is None:
         # As LongCat-Image names them
         plugin.transformer_cls_names_to_wrap = getattr(transformer, "_repeated_blocks", None)
-    # It would cast what the pipeline passes to the transformer, times included, and sum up gradients in bf16
+    # It would cast the arguments of the transformer, times included, and sum up gradients in bf16
     plugin.mixed_precision_policy = None
     transformer.forward = accelerator.autocast()(transformer.forward)
     # Without it each process keeps whole gradients until the last micro-batch of a step
@@ -50,7 +50,7 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights, of which the last forward pass has left some: parameters are the process's own again."""
+    """Free weights that the last forward pass has gathered, so that each process holds only its shard again."""
     for module in _fsdp_modules(model):
         module.reshard()
 
@@ -78,7 +78,7 @@ def model_class(model: nn.Module) -> type:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor, a view; all of a tensor that is not sharded."""
+    """Return a view of this process's part of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -115,7 +115,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what [`gather_state`] returned, on every process."""
     for index, parameter in enumerate(weight for group in optimizer.param_groups for weight in group["params"]):
         moments = state["state"].get(index, {})
-        # A step has no dimension; all else has the parameter's
+        # A step has no dimension; all other tensors have the parameter's dimensions
         moments |= {
             name: shard_like(value, parameter) for name, value in moments.items() if value.shape == parameter.shape
         }

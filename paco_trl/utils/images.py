@@ -32,7 +32,7 @@ def refuse_address(path: str | None) -> None:
 
 def to_rgb(image: Image.Image, where: str) -> Image.Image:
     """Convert an image of any mode to RGB: turned as its EXIF says, transparency on white, 16 bits scaled to 8."""
-    # Pillow's own conversion drops transparency and cuts off what is above 255
+    # Pillow's own conversion drops transparency and cuts off values above 255
     if image.width == 0 or image.height == 0:
         raise ValueError(f"{where} has {image.width} x {image.height} pixels (width x height): check how it was cut.")
     if image.getexif().get(ExifTags.Base.Orientation) is not None:
@@ -68,7 +68,7 @@ def _gray_16_to_rgb(image: Image.Image, where: str) -> Image.Image:
 
 @contextmanager
 def reading(image: str, remedy: str = "Replace the file, or leave the row out") -> Iterator[None]:
-    """Name an image in whatever its decoder raises: Pillow alone has half a dozen kinds of errors."""
+    """Name an image in any error of its decoder: Pillow alone has half a dozen kinds of errors."""
     try:
         yield
     except Exception as error:
@@ -93,7 +93,7 @@ def open_image(source: Any) -> Image.Image:
 def to_png(image: Image.Image) -> bytes:
     """Encode an image."""
     buffer = BytesIO()
-    # Three times as fast as the default for such images, and as small
+    # Three times as fast as the default for generated images, and as small
     image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return buffer.getvalue()
 

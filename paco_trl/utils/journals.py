@@ -77,14 +77,14 @@ def check_header(path: Path, stored: Any, header: dict[str, Any]) -> None:
 class Journal:
     """Records that survive a kill, in the order of writing; without a path they are in memory only."""
 
-    # A `header` says what the records depend on: a file with another one is refused
+    # A `header` says what the records depend on: a file with another header is refused
 
     def __init__(self, path: str | Path | None, header: dict[str, Any] | None = None):
         self.path = None if path is None else Path(path)
         lines = read_lines(self.path) if self.path is not None and self.path.exists() else []
         if header is not None and self.path is not None:
             if len(lines) == 1 and isinstance(lines[0][1], dict) and lines[0][1].keys() == header.keys():
-                write_atomically(self.path, json_line(lines.pop()[1] | header))  # nothing depends on it yet
+                write_atomically(self.path, json_line(lines.pop()[1] | header))  # nothing depends on the header yet
             elif lines:
                 check_header(self.path, lines.pop(0)[1], header)
             elif self.path.exists() and not json_line(header).startswith(self.path.read_bytes()):

@@ -19,14 +19,14 @@ _SHARED_FILE_TIMEOUT = 10
 
 
 class LockedError(ValueError):
-    """A directory that a run cannot have for itself: another run writes there, or nobody can."""
+    """A directory that a run cannot have for itself: another run writes there, or it is not writable."""
 
 
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
-    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: if there are
-    several, they check that they share it. Yields a file for error messages; it is deleted unless an error ends the
+    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: several processes
+    check that they share the directory. Yields a file for error messages, which is deleted unless an error ends the
     run.
     """
     from accelerate import PartialState
@@ -70,7 +70,7 @@ def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Itera
 
 
 def _leave_mark(path: Path) -> Path | None:
-    """Write a new empty file next to the lock of a run, and remove those left by failed runs."""
+    """Write a new empty file next to the lock of a run, and remove the files that failed runs left."""
     with contextlib.suppress(OSError):
         for earlier in path.parent.glob(f"{path.name}-*"):
             earlier.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def _is_seen(mark: Path) -> bool:
 
 
 def take_lock(lock: FileLock, what: str, folder: str | Path, timeout: float = 0) -> None:
-    """Acquire a lock (-1: as soon as it is free), or raise a `LockedError`."""
+    """Acquire a lock within `timeout` seconds (-1: as soon as it is free), or raise a `LockedError`."""
     parent = Path(lock.lock_file).parent
     if (reason := why_unwritable(parent)) is not None:
         raise LockedError(f"The {what} belong in {folder}, but {reason} Give another directory.")

@@ -10,11 +10,11 @@ from .files import read_record
 from .names import check_adapter_name, check_model_name, is_local
 
 
-# What is saved with a model about its training (`paco_trl.hub.card_data`), and the `kind` of image models in it
+# File with the record of a model's training (`paco_trl.hub.card_data`), and the `kind` of image models in it
 CARD_DATA_FILE = "paco_trl.json"
 IMAGE_MODEL = "image model"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
-# Names of diffusers and transformers for a model's own weights, or parts of them
+# Names of diffusers and transformers for files with a model's own weights, or with parts of the weights
 _ALL_WEIGHTS = re.compile(r"(?:diffusion_pytorch_)?model[.-]")
 
 
@@ -33,7 +33,7 @@ def find_model_file(model: str, name: str, **hub_arguments: Any) -> str | None:
 
 
 def models_near(adapter: str, names: list[str]) -> list[str]:
-    """List the directories with models that an adapter names: as they are, or below a folder above the adapter."""
+    """List directories with models that an adapter's path names, as it is or below a folder above the adapter."""
     # A relative path is one from where the run was started; it may read like a Hub id
     starts = Path(adapter).absolute().parents[:4] if os.path.exists(adapter) else ()
     paths = [*names, *(os.path.join(start, name) for start in starts for name in names)]
@@ -42,7 +42,7 @@ def models_near(adapter: str, names: list[str]) -> list[str]:
 
 
 def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
-    """Return the weights of an adapter or LoRA: a file, that of a directory or repository, or `user/repo/file`."""
+    """Return the weights of an adapter or LoRA: a file, the file of a directory or repository, or `user/repo/file`."""
     check_adapter_name(adapter)
     folder, file = split_adapter(adapter)
     names = (_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors")

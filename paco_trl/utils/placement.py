@@ -33,7 +33,7 @@ def cpu_memory(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parame
 
 
 def to_cpu(modules: list[nn.Module], memory: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]) -> None:
-    """Move modules to the CPU: weights that were there get their memory back, without a copy."""
+    """Move modules to the CPU: weights that were on the CPU get their memory back, without a copy."""
     for layer, name, weight, data in memory:
         weight.data = data
         setattr(layer, name, weight)

@@ -20,14 +20,14 @@ _GLOO_SECONDS = 1.0
 
 
 def wait_for_all() -> None:
-    """Wait for all processes, however long one of them loads or saves: before the first collective after that."""
+    """Wait for all processes, however long one of them loads or saves, before the next collective."""
     if (store := _store()) is None:
         return
     from accelerate import PartialState  # takes a second to import
 
     dist = sys.modules["torch.distributed"]
     size = dist.get_world_size()
-    # None arrives a second time before all have arrived
+    # No process can be counted twice: each waits here until all have arrived.
     everyone = -(-store.add("paco_trl/arrived", 1) // size) * size
     end = time.monotonic() + _DOWNLOAD_TIMEOUT
     while store.add("paco_trl/arrived", 0) < everyone:

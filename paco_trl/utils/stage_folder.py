@@ -27,7 +27,7 @@ def is_saved(path: str | Path) -> bool:
 
 
 def save_with_paths(dataset: Dataset | DatasetDict, path: str | Path) -> None:
-    """Save a dataset as `save_to_disk` does, but with images that are given by path left as paths."""
+    """Save a dataset as `save_to_disk` does, but keep images that are given by path as paths."""
     # `save_to_disk` would copy the file of an image into each row that has it, and a panel is in dozens of rows
     if isinstance(dataset, DatasetDict):
         for name, split in dataset.items():
@@ -63,7 +63,7 @@ class StageFolder:
             self._check_settings(settings)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings in a new directory, and raise an error if one was begun with others."""
+        """Record the settings in a new directory, and raise an error if the stage was begun with other settings."""
         paths = (path.relative_to(self.path) for path in self.path.rglob("*") if path.is_file())
         files = sorted(str(path) for path in paths if not path.name.startswith("."))
         # Round trip through JSON, so that tuples compare equal
@@ -81,7 +81,7 @@ class StageFolder:
 
     @staticmethod
     def image_folders(result: Path) -> list[Path]:
-        """Return the image directories of all stages of a build, from the result of one, or from a split of it."""
+        """Return the image directories of all stages of a build; `result` is of one stage, or a split of it."""
         stages = [stage for stage in result.parents[:2] if (stage / _REPORT).is_file()]
         return [report.parent / "images" for stage in stages for report in stage.parent.glob(f"*/{_REPORT}")]
 
@@ -136,7 +136,7 @@ class StageFolder:
         (self.path / _REPORT).unlink(missing_ok=True)
 
     def load(self, stage: str | None = None) -> Dataset | DatasetDict:
-        """Load the result; raise a `FileNotFoundError` if the stage, named as the directory, is not finished."""
+        """Load the result, or raise a `FileNotFoundError` that names the stage, by default as the directory."""
         if not self.is_done:
             name = stage or self.path.name
             raise FileNotFoundError(f"No result in {self.path}: stage {name!r} is not finished. Run it.")

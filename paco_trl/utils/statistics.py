@@ -83,7 +83,7 @@ def bootstrap_sums(
         groups = rng.integers(0, sums.shape[1], (min(_BATCH, n_resamples - start), sums.shape[1]))
         totals.append(sums[:, groups].sum(axis=-1))  # (terms, batch)
     tail = 50 * (1 - confidence_level)
-    # A resample can lack all values of a part, and is left out then
+    # A resample that lacks all values of a part is left out
     low, high = np.nanpercentile(statistic(np.concatenate(totals, axis=1)), [tail, 100 - tail])
     return float(low), float(high)
 
@@ -91,7 +91,7 @@ def bootstrap_sums(
 def mean_of_strata(totals: np.ndarray, num_parts: int = 1) -> np.ndarray:
     """Average the strata's means of each part: `totals` has the sums (parts * strata, ...), then the counts."""
     sums, counts = np.split(totals, 2)
-    # 0 / 0 of an absent stratum is left out; a part without any is NaN. `nanmean` would warn of it
+    # 0 / 0 of an absent stratum is left out; a part without any stratum is NaN. `nanmean` would warn of it
     with np.errstate(invalid="ignore"):
         means = (sums / counts).reshape(num_parts, -1, *totals.shape[1:])  # (parts, strata, ...)
         present = ~np.isnan(means)

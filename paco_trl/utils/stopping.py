@@ -24,7 +24,7 @@ EXIT_CODE = 75  # `os.EX_TEMPFAIL`; Windows lacks the name
 _INTERRUPTED = 130  # of Ctrl-C, as shells have it
 SIGNALS = ("SIGTERM", "SIGUSR1")
 NOT_ON_WINDOWS = "paco_trl runs on Linux only. On Windows, use it in WSL 2."
-# Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which it is the same one
+# Launchers pass on a signal that the scheduler may have sent to all processes: seconds in which two are one signal
 _REPEATED_SIGNAL_SECONDS = 1.0
 
 _received, _since = 0, 0.0
@@ -104,7 +104,7 @@ def defer_stop_signals() -> None:
 def ignore_stop_in_workers(dataloader: "DataLoader", names: Sequence[str]) -> None:
     """Let the worker processes of a dataloader ignore the signals: this process stops them."""
     dataloader.worker_init_fn = partial(_ignore_stop, names, dataloader.worker_init_fn)
-    # At exit multiprocessing ends those that are left by SIGTERM, and would wait forever for ones that ignore it
+    # At exit multiprocessing ends the remaining workers by SIGTERM, and would wait forever for workers that ignore it
     Finalize(None, _end_workers, exitpriority=0)
 
 

@@ -22,7 +22,7 @@ _CJK = (
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
 
-# Ending -> what opens a compressed file
+# Ending -> function that opens a compressed file
 COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 

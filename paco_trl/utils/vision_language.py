@@ -41,7 +41,7 @@ def check_sides(width: int, height: int, patch_size: int) -> None:
     """Raise the `ValueError` of a judge's libraries for sides they cannot resize: one over 200 times the other."""
     from qwen_vl_utils.vision_process import smart_resize
 
-    for _ in range(2):  # `process_vision_info` resizes, and the processor what comes out of it
+    for _ in range(2):  # `process_vision_info` resizes, and the processor resizes its result
         height, width = smart_resize(height, width, 2 * patch_size)
 
 
@@ -52,7 +52,7 @@ def pixel_limit(processor: "ProcessorMixin") -> int | None:
 
 
 def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
-    """Lower the pixels to which the processor scales down a larger image; a lower limit of its own stays."""
+    """Lower the pixels to which the processor scales down a larger image; the processor's own lower limit stays."""
     from transformers.image_utils import SizeDict
 
     limit = pixel_limit(processor)
@@ -62,7 +62,7 @@ def limit_pixels(processor: "ProcessorMixin", max_pixels: int) -> None:
 
 
 def find_control_tokens(processor: "ProcessorMixin") -> list[str]:
-    """Return the tokens that are not text: turns, images, the end."""
+    """Return the tokens that are not text, such as tokens of turns, of images and of the end."""
     tokens = {str(token) for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
     tokens.update(getattr(processor, name, None) or "" for name in ("image_token", "video_token"))
     return sorted(token for token in tokens if token)
@@ -76,7 +76,7 @@ def check_text(text: str, control_tokens: list[str], where: str) -> None:
 
 
 def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "torch.device") -> dict[str, Any]:
-    """Compute on the CPU, from patch grids there, what a Qwen-VL vision tower would read back from the device."""
+    """Compute on the CPU, from patch grids there, values that a Qwen-VL vision tower would read from the device."""
     from transformers.utils.generic import is_flash_attention_requested
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
@@ -95,7 +95,7 @@ def tower_arguments(tower: "torch.nn.Module", grids: "torch.Tensor", device: "to
         indices["window_index"], lengths["cu_window_seqlens"] = get_vision_window_index(
             grids, merge_size, config.window_size, config.patch_size
         )
-    if is_flash_attention_requested(config):  # others split by these lengths on the host
+    if is_flash_attention_requested(config):  # other implementations of attention split by these lengths on the host
         indices = indices | lengths
         lengths = {}
     return longest | lengths | {name: to_device(tensor, device) for name, tensor in indices.items()}
