@@ -128,7 +128,8 @@ def _check_splits(configs: Mapping[str, DatasetDict]) -> dict[str, set[str]]:
 
 
 def _validate_metadata(api: HfApi, card: DatasetCard) -> None:
-    # Or the Hub may reject the metadata after hours of uploads. `card.validate` only asks huggingface.co
+    """Let the Hub validate the metadata, which it may otherwise reject after hours of uploads."""
+    # `card.validate` only asks huggingface.co
     content = {"content": str(card), "repoType": "dataset"}
     hf_raise_for_status(get_session().post(f"{api.endpoint}/api/validate-yaml", json=content))
 

@@ -18,7 +18,7 @@ from .answers import TEMPLATES, ask_in_rounds, cause_of
 from .prompt_writing import DIMENSIONS
 
 
-# Words for visible attributes, by type. Reasons without any of them would fit any pair
+# Words for visible attributes, by type. Reasons without such a word would fit any pair
 VISIBLE_ATTRIBUTES: dict[str, str] = json.loads(read_template("visible_attributes.json"))
 
 NO_LABEL = "does not begin with the label"
@@ -103,7 +103,7 @@ def write_reasons(
     texts_by_pair, report = ask_in_rounds(task, endpoint, stage.journal("reasons"), seed, max_attempts)
     texts = {name: text for name, pair_texts in texts_by_pair.items() for text in pair_texts}
     completions = [[{"role": "assistant", "content": texts[name]}] for name in ids if name in texts]
-    # Does not decode images, nor read those stored as paths
+    # Does not decode images, nor read images that are stored as paths
     pairs_with_reasons = pairs.with_format(None).select([row for row, name in enumerate(ids) if name in texts])
     pairs_with_reasons = pairs_with_reasons.remove_columns("completion")
     pairs_with_reasons = pairs_with_reasons.add_column(

@@ -6,7 +6,7 @@ from typing import Any
 from ..utils.fingerprint import describe_code
 
 
-# Arguments and attributes of rewards and judges that decide where and how fast they score, not what
+# Arguments and attributes of rewards and judges that change where and how fast they score, but no score
 HARMLESS_IN_SCORERS = (
     "device", "batch_size", "name", "model", "base_url", "max_concurrency", "timeout", "time_budget",
 )  # fmt: skip

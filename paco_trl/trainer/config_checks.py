@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Rules for the values of the trainers' options, without torch, diffusers and TRL: a config refuses what breaks them, and
-so does the command line, before it has imported them.
+Rules for the values of the trainers' options, without torch, diffusers and TRL: a config refuses values that break
+them, and so does the command line, before it has imported these libraries.
 """
 
 import json
@@ -30,8 +30,8 @@ UNUSED_FIELDS = (
 )  # fmt: skip
 # Fields that a loss does not use
 UNUSED_WITH = {"nft": ("epsilon", "epsilon_high", "awm_weighting", "old_policy_beta"), "awm": ("nft_beta",)}
-_USED_BY = {"nft": "GRPO or the loss 'awm'", "awm": "the loss 'nft'"}  # those fields
-# What to use instead of a field that is refused
+_USED_BY = {"nft": "GRPO or the loss 'awm'", "awm": "the loss 'nft'"}  # users of these fields
+# Refused field -> field to use instead
 _ALTERNATIVES = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile_repeated_blocks"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "noise_level"),
@@ -104,7 +104,7 @@ _REWARD_RANGES: Ranges = (
         "at least 1",
     ),
 )
-# Trackers whose packages have other names -> these, of which one must be installed; for the last two there is none
+# Tracker -> its packages, of which one must be installed; the last two of other names need none
 _TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": (), "kubeflow": (),
 } | {
@@ -129,7 +129,7 @@ def grpo_config_errors(
     Check the values of a PaCoGRPOConfig or PaCoNFTConfig against each other, and yield an error for each broken rule.
 
     [`size_errors`] checks the sizes of a round. `unsupported` names fields of TRL's configs that this package refuses,
-    and `whole` those that take whole numbers, which the command line has parsed already.
+    and `whole` names fields that take whole numbers, which the command line has parsed already.
     """
     args = SimpleNamespace(**vars(config))
     args.scale_rewards = read_scale_rewards(args.scale_rewards)
@@ -308,7 +308,7 @@ def _unsupported_values(
     *because: str,
     reason: str = "is not supported here",
 ) -> Iterator[OptionError]:
-    """Refuse fields that are set to anything but their default, `because` of the values of others."""
+    """Refuse fields that are set to anything but their default, `because` of the values of other fields."""
     for name, value in vars(args).items():
         if name in unsupported and value is not None and value != defaults[name]:
             others = [alternatives[name]] if name in alternatives else []
@@ -320,7 +320,7 @@ def _unsupported_values(
 def _out_of_range(
     args: SimpleNamespace, defaults: Mapping[str, Any], whole: Collection[str], ranges: Ranges
 ) -> Iterator[OptionError]:
-    """Refuse values out of range, and replace them by their defaults for what is checked next."""
+    """Refuse values out of range, and replace them by their defaults for the next checks."""
     for name in whole:
         value = getattr(args, name)
         is_list = isinstance(value, list | tuple | range)
@@ -342,7 +342,7 @@ def _out_of_range(
 
 
 def _fsdp_errors(optim: Any) -> Iterator[OptionError]:
-    """Refuse what is not supported with FSDP."""
+    """Refuse settings that are not supported with FSDP."""
     if not uses_fsdp():
         return
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
