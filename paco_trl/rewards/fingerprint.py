@@ -18,5 +18,5 @@ def describe_reward(reward: Any) -> dict[str, Any]:
 
 
 def describe_scorer(scorer: Any) -> dict[str, Any]:
-    """Describe everything that stored scores depend on, without attributes of a user's object: they may count calls."""
+    """Describe everything that stored scores depend on, without a user's own attributes: they may count calls."""
     return {name: value for name, value in describe_reward(scorer).items() if name != "attributes"}

@@ -104,7 +104,7 @@ _REWARD_RANGES: Ranges = (
         "at least 1",
     ),
 )
-# Tracker -> its packages, of which one must be installed; the last two of other names need none
+# Tracker -> its packages, of which one must be installed; azure_ml and kubeflow need none
 _TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": (), "kubeflow": (),
 } | {
