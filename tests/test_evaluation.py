@@ -40,7 +40,7 @@ from paco_trl.evaluation import (
     report_tables,
     save_report,
 )
-from paco_trl.evaluation.runs import batches
+from paco_trl.evaluation.scoring import batches
 from paco_trl.utils.vision_language import load_image
 from testing_utils import jsonl, noise, png, wait_until
 

@@ -16,7 +16,7 @@ from scipy.stats import kendalltau, spearmanr
 from paco_trl import PaCoReward
 from paco_trl.data.columns import typed_dataset
 from paco_trl.evaluation import evaluate_rankings, load_rankings, published_tables, report_tables, save_report
-from paco_trl.evaluation.runs import RowImages
+from paco_trl.evaluation.scoring import RowImages
 from paco_trl.utils.images import to_rgb
 from testing_utils import jsonl
 

@@ -24,7 +24,7 @@ from paco_trl.image_benchmarks import (
     score_duplicates,
     t2is_results,
 )
-from paco_trl.image_benchmarks.paired_results import difference, mean_with_interval
+from paco_trl.image_benchmarks.paired_results import compute_difference, mean_over_prompts
 from paco_trl.image_benchmarks.score_store import open_scores
 from paco_trl.image_benchmarks.system_images import ImageSet, SystemImages, find_generated_sets, write_panel_files
 from paco_trl.image_benchmarks.t2is_bench import consistency_criteria, dimension_score, weighted_average
@@ -191,7 +191,7 @@ class TestArithmetic:
 class TestStatistics:
     def test_a_cell_is_the_bootstrap_over_prompts(self):
         values = {(f"p{n}", seed): (n % 3) * 0.3 + seed * 0.1 for n in range(20) for seed in range(2)}
-        one = mean_with_interval([values])
+        one = mean_over_prompts([values])
         assert one["mean"] == pytest.approx(fmean(values.values())) and one["count"] == 40
         expected = bootstrap_interval(list(values.values()), [unit[0] for unit in values])
         assert one["interval"] == pytest.approx(expected)
@@ -203,32 +203,32 @@ class TestStatistics:
         rng = np.random.default_rng(0)
         first = {(n,): float(value) for n, value in enumerate(rng.random(30))}
         opposite = {unit: 1 - value for unit, value in first.items()}
-        assert mean_with_interval([first])["interval"][1] - mean_with_interval([first])["interval"][0] > 0.1
-        assert mean_with_interval([first, opposite])["interval"] == pytest.approx([0.5, 0.5])
+        assert mean_over_prompts([first])["interval"][1] - mean_over_prompts([first])["interval"][0] > 0.1
+        assert mean_over_prompts([first, opposite])["interval"] == pytest.approx([0.5, 0.5])
 
     def test_only_what_both_have_is_compared(self):
         before = {("a",): 0.0, ("b",): 0.5, ("c",): math.nan}
         after = {("a",): 1.0, ("b",): math.nan, ("c",): 1.0}
-        assert difference([before], [after])["mean"] == 1.0
-        assert difference([before], [after])["count"] == 1
-        assert difference([before], [after])["interval"] == [None, None]
+        assert compute_difference([before], [after])["mean"] == 1.0
+        assert compute_difference([before], [after])["count"] == 1
+        assert compute_difference([before], [after])["interval"] == [None, None]
 
     def test_no_interval_where_a_part_has_one_prompt(self):
         """How its prompts differ is not known, however many the other parts have."""
         many = {(n,): n / 30 for n in range(30)}
         for alone in ({(0,): 0.5}, {(0, "a"): 0.5, (0, "b"): 0.7}, {(0,): 0.5, (1,): math.nan}):
             for parts in ([many, alone], [alone, many]):
-                assert mean_with_interval(parts)["mean"] is not None and mean_with_interval(parts)["interval"] == [
+                assert mean_over_prompts(parts)["mean"] is not None and mean_over_prompts(parts)["interval"] == [
                     None,
                     None,
                 ]
-        assert None not in mean_with_interval([many, {(0,): 0.5, (1,): 0.7}])["interval"]  # the twin
+        assert None not in mean_over_prompts([many, {(0,): 0.5, (1,): 0.7}])["interval"]  # the twin
 
     def test_strata(self):
         values = {("a",): 0.0, ("b",): 0.0, ("c",): 0.0, ("d",): 1.0}
         strata = {("a",): "many", ("b",): "many", ("c",): "many", ("d",): "one"}
-        assert mean_with_interval([values])["mean"] == 0.25
-        assert mean_with_interval([values], strata=strata)["mean"] == 0.5
+        assert mean_over_prompts([values])["mean"] == 0.25
+        assert mean_over_prompts([values], strata=strata)["mean"] == 0.5
 
 
 class TestLoading:

@@ -10,7 +10,7 @@ import torch
 from paco_trl import load_for_inference
 from paco_trl.data import split_grid
 from paco_trl.dataset_building import StageFolder, generate_grids
-from paco_trl.image_benchmarks.paired_results import SampleKey, difference, mean_with_interval
+from paco_trl.image_benchmarks.paired_results import SampleKey, compute_difference, mean_over_prompts
 
 from .edit_world import EditTruth
 from .models import toy_flux_path
@@ -69,8 +69,8 @@ def compare(before: Truths, after: Truths) -> dict[str, Any]:
     for name in next(iter(before.values()))._fields:
         values = [{unit: getattr(truth, name) for unit, truth in truths.items()} for truths in (before, after)]
         results[name] = {
-            "before": mean_with_interval([values[0]]),
-            "after": mean_with_interval([values[1]]),
-            "difference": difference([values[0]], [values[1]]),
+            "before": mean_over_prompts([values[0]]),
+            "after": mean_over_prompts([values[1]]),
+            "difference": compute_difference([values[0]], [values[1]]),
         }
     return results

@@ -21,7 +21,7 @@ from ..data.pairs import as_pairs
 from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_rankings, load_rankings, save_report
 from ..evaluation.judge_benchmarks import is_consistency_rank
 from ..evaluation.ranking_benchmark import IMAGE_COLUMNS
-from ..evaluation.runs import RowImages
+from ..evaluation.scoring import RowImages
 from ..rewards import WordsJudge
 from ..rewards.fingerprint import describe_scorer
 from ..utils.chat import ChatEndpoint

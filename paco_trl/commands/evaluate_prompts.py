@@ -27,7 +27,7 @@ from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
 from ..generation.inference import DEFAULT_MODEL, PipelineSpec, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
-from ..image_benchmarks.paired_results import GenerationResults, MetricRow, SampleKey, table
+from ..image_benchmarks.paired_results import GenerationResults, MetricRow, SampleKey, compute_table
 from ..image_benchmarks.score_store import open_scores
 from ..rewards.checks import check_columns
 from ..rewards.scoring import COMPLETIONS_PER_CALL, offloadable_models, reward_arguments
@@ -389,7 +389,7 @@ def _results(
         "num_prompts": len(rows),
         "systems": [system.entry() for system in systems],
         "scorers": {},
-        "tables": [table("Rewards", lines, columns)],
+        "tables": [compute_table("Rewards", lines, columns)],
         "breakdowns": [],
         "alerts": alerts,
         "notes": [noise, leakage],

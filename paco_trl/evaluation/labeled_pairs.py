@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from ..data import check_pair_columns, decision_of
 from ..data.pairs import content_text, iter_texts
-from . import runs
+from . import scoring
 from .metrics import auroc, expected_calibration_error
 
 
@@ -44,8 +44,8 @@ def evaluate_pairs(
             )
         questions.append(content_text(prompt[0]["content"]))
         labels.append(decision_of(completion) == "Yes")
-    items = [runs.RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
-    common, records = runs.score_records(
+    items = [scoring.RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
+    common, records = scoring.score_records(
         settings={"benchmark": "pairs", "protocol": "default"}, scorer=scorer, dataset=dataset,
         columns=("prompt", "completion"), image_columns=("images",), output_path=output_path, batch_size=batch_size,
         key="index", items=items, record=lambda item, scores: {"index": item.key, "score": scores[0]},
@@ -55,7 +55,7 @@ def evaluate_pairs(
     return {
         **common,
         "metrics": {
-            "accuracy": runs.mean_and_interval(correct, None),
+            "accuracy": scoring.mean_over_rows(correct, None),
             "auroc": {"mean": auroc(scores, labels)},
             "ece": {"mean": expected_calibration_error(scores, labels)},
         },

@@ -17,7 +17,7 @@ from ..data.columns import check_values, criteria_dict
 from ..data.questions import criterion_question, plain_question, question
 from ..data.rankings import check_ranking_columns, default_question
 from ..utils.text import is_text, shorten, without_nan
-from . import runs
+from . import scoring
 from .metrics import list_order_metrics, ranking_metrics
 
 
@@ -133,7 +133,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    runs.check_protocol(protocol)
+    scoring.check_protocol(protocol)
     check_ranking_columns(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     has_edits = "dimension" in dataset.column_names
@@ -148,7 +148,7 @@ def evaluate_rankings(
     groups = [row["group"] for row in rows]
     settings = {"benchmark": benchmark, "protocol": protocol, **({} if template is None else {"template": template})}
     score = partial(
-        runs.score_records, settings=settings, scorer=scorer, dataset=dataset, columns=columns,
+        scoring.score_records, settings=settings, scorer=scorer, dataset=dataset, columns=columns,
         image_columns=IMAGE_COLUMNS, output_path=output_path, batch_size=batch_size,
     )  # fmt: skip
     if has_edits:
@@ -163,7 +163,7 @@ def evaluate_rankings(
 
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
     """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
-    judges_edits = runs.judges_edits(scorer)
+    judges_edits = scoring.judges_edits(scorer)
     trained_question = getattr(scorer, "question", None)
     if has_edits:
         if template is not None:
@@ -221,10 +221,10 @@ def _score_rows(
     for index, row in enumerate(rows):
         texts = sum(questions[index], [])
         asked = [((position,), text) for position in range(len(row["ranking"])) for text in texts]
-        items.append(runs.RecordQuestions(index, index, asked))
+        items.append(scoring.RecordQuestions(index, index, asked))
     metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
 
-    def record(item: runs.RecordQuestions, answers: list[float]) -> dict[str, Any]:
+    def record(item: scoring.RecordQuestions, answers: list[float]) -> dict[str, Any]:
         row = rows[item.key]
         rest = iter(answers)
         scores = [fmean(fmean(islice(rest, len(texts))) for texts in questions[item.key]) for _ in row["ranking"]]
@@ -241,7 +241,7 @@ def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) 
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
         "metrics": {
-            name: runs.mean_and_interval([record["metrics"][name] for record in records], groups) for name in _METRICS
+            name: scoring.mean_over_rows([record["metrics"][name] for record in records], groups) for name in _METRICS
         },
     }
 
@@ -268,7 +268,7 @@ def _score_edits(
 ) -> tuple[dict[str, Any], list[Sequence[float]]]:
     """Score both candidates of each row, in one comparison or each by the questions of the rows that have it."""
     if getattr(scorer, "compares", False):
-        items = [runs.RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
+        items = [scoring.RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
         common, records = score(
             key="row", items=items, record=lambda item, scores: {"row": item.key, "first": scores[0]}
         )
@@ -281,9 +281,9 @@ def _score_edits(
         names_of[candidate] = [name for name in _QUESTIONS[protocol] if dimensions & {name, "overall"}]
         texts = [question(_QUESTIONS[protocol][name], instruction=prompt) for name in names_of[candidate]]
         asked = [((position,), text) for text in ([prompt] if rates else texts)]
-        items.append(runs.RecordQuestions(candidate, index, asked))
+        items.append(scoring.RecordQuestions(candidate, index, asked))
 
-    def record(item: runs.RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
+    def record(item: scoring.RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
         by_name = scores[0] if rates else dict(zip(names_of[item.key], scores, strict=True))
         return {"key": item.key, "scores": by_name}
 
@@ -330,7 +330,7 @@ def _edit_results(
         part = table[table["dimension"] == name]
         labels = ([groups[index] for index in part.index], [*part["task_type"]] if is_macro else None)
         dimensions[name] = {
-            **{hit: runs.mean_and_interval([*part[hit]], *labels) for hit in ("strict", "geq")},
+            **{hit: scoring.mean_over_rows([*part[hit]], *labels) for hit in ("strict", "geq")},
             "num_rows": len(part),
             "num_ties": int(sum(part["geq"]) - sum(part["strict"])),
             "task_types": {

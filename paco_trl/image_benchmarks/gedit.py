@@ -12,13 +12,13 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from ..data.source_images import SourceImages
-from ..evaluation.runs import dataset_fingerprint
+from ..evaluation.scoring import dataset_fingerprint
 from ..generation.edits import edit_keys
 from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.images import to_png
 from ..utils.text import join_first, shorten
-from .gedit_protocols import PLACEHOLDER, EditProtocol, edit_protocol, overall
+from .gedit_protocols import PLACEHOLDER, EditProtocol, compute_overall, edit_protocol
 from .leakage import leakage_text
 from .paired_results import (
     NOTES,
@@ -26,10 +26,10 @@ from .paired_results import (
     MetricRow,
     SampleKey,
     System,
-    breakdowns,
     check_systems,
+    compute_breakdowns,
+    compute_table,
     system_alerts,
-    table,
 )
 from .score_store import ScoreStore, open_scores, read_scores
 from .system_images import SystemImages, load_image_file
@@ -215,7 +215,7 @@ def _edit_scores(records: Mapping[str, Mapping[str, Any]]) -> dict[str, EditScor
     for key in [name.partition("/")[2] for name in records if name.startswith(_QUESTIONS[0])]:
         pair = [records[f"{kind}/{key}"]["scores"] for kind in _QUESTIONS]
         lowest = None if None in pair else (float(min(pair[0])), float(min(pair[1])))
-        scores[key] = lowest and EditScore(*lowest, overall(*lowest))
+        scores[key] = lowest and EditScore(*lowest, compute_overall(*lowest))
     return scores
 
 
@@ -359,11 +359,13 @@ def _tables(
             scorer = f"{label}: {subset}, judge {judge}"
             metric_rows = [MetricRow(name, title, kinds[name], scorer, [name]) for name, title in METRICS.items()]
             tables += (
-                [table(f"{label}: {subset}{suffix}", metric_rows, values, subset_keys, strata)] if subset_keys else []
+                [compute_table(f"{label}: {subset}{suffix}", metric_rows, values, subset_keys, strata)]
+                if subset_keys
+                else []
             )
         metric_rows = [metric_row._replace(scorer=f"judge {judge}") for metric_row in metric_rows]
         task_types = {key: row["task_type"] for key, row in language_rows.items()}
-        breakdown_tables += breakdowns(f"By task type, {label}", metric_rows, values, task_types)
+        breakdown_tables += compute_breakdowns(f"By task type, {label}", metric_rows, values, task_types)
     return tables, breakdown_tables
 
 

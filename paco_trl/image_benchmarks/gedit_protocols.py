@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
-from ..evaluation.runs import check_protocol
+from ..evaluation.scoring import check_protocol
 from ..rewards.written_scores import read_scores, score_of, valid_scores
 from ..utils.chat import ChatRequest
 from ..utils.files import read_template
@@ -66,7 +66,7 @@ def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
     return EditProtocol(prompts, _published_request, read_published_answer, PUBLISHED_ATTEMPTS)
 
 
-def overall(consistency: float, quality: float) -> float:
+def compute_overall(consistency: float, quality: float) -> float:
     """Compute the overall score of an edit (O): the geometric mean sqrt(SC * PQ)."""
     return math.sqrt(consistency * quality)
 

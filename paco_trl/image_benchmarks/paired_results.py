@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import numpy as np
 import yaml
 
-from ..evaluation.runs import check_protocol
+from ..evaluation.scoring import check_protocol
 from ..utils.differences import differences
 from ..utils.files import read_template
 from ..utils.statistics import bootstrap_sums, mean_of_strata
@@ -77,7 +77,7 @@ class MetricRow(NamedTuple):
     weights: Sequence[float] | None = None
 
 
-def mean_with_interval(
+def mean_over_prompts(
     parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[SampleKey, Hashable] | None = None
 ) -> dict[str, Any]:
     """Compute the weighted sum of the parts' means over units, and its 95 % bootstrap interval over prompts."""
@@ -113,7 +113,7 @@ def mean_with_interval(
     return {"mean": mean, "interval": interval, "count": count}
 
 
-def difference(
+def compute_difference(
     first: Sequence[Values],
     second: Sequence[Values],
     weights: Sequence[float] | None = None,
@@ -124,10 +124,10 @@ def difference(
         {unit: second_part[unit] - value for unit, value in first_part.items() if unit in second_part}
         for first_part, second_part in zip(first, second, strict=True)
     ]
-    return mean_with_interval(differences, weights, strata)
+    return mean_over_prompts(differences, weights, strata)
 
 
-def table(
+def compute_table(
     title: str,
     metric_rows: Sequence[MetricRow],
     systems: Sequence[Mapping[str, Values]],
@@ -149,13 +149,13 @@ def table(
         table_rows.append({
             "metric": row.metric, "label": row.label, "kind": row.kind, "scorer": row.scorer,
             "higher_is_better": row.metric != "duplicates",
-            "cells": [mean_with_interval(parts, row.weights, strata) for parts in values],
-            "difference": difference(values[0], values[1], row.weights, strata) if len(values) == 2 else None,
+            "cells": [mean_over_prompts(parts, row.weights, strata) for parts in values],
+            "difference": compute_difference(values[0], values[1], row.weights, strata) if len(values) == 2 else None,
         })  # fmt: skip
     return {"title": title, "rows": table_rows}
 
 
-def breakdowns(
+def compute_breakdowns(
     title: str, metric_rows: Sequence[MetricRow], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
 ) -> list[dict[str, Any]]:
     """Compute a table per metric, with a row per group of prompts."""
@@ -166,7 +166,7 @@ def breakdowns(
     for metric_row in metric_rows:
         table_title = f"{title}: {metric_row.label.lower()} ({metric_row.scorer})"
         group_tables = [
-            table(table_title, [metric_row._replace(label=name)], systems, prompts)
+            compute_table(table_title, [metric_row._replace(label=name)], systems, prompts)
             for name, prompts in members.items()
         ]
         if rows := [row for group_table in group_tables for row in group_table["rows"]]:

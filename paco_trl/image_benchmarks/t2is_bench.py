@@ -20,7 +20,7 @@ from ..data.columns import criteria_dict
 from ..data.image_sets import load_image_set_prompts
 from ..data.questions import shows_question, t2is_bench_question
 from ..data.t2is import find_t2is_bench, read_t2is_bench
-from ..evaluation.runs import batches, dataset_fingerprint
+from ..evaluation.scoring import batches, dataset_fingerprint
 from ..generation.image_files import name_prompts
 from ..rewards import ServedJudge
 from ..rewards.fingerprint import describe_scorer

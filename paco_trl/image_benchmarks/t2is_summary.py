@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from datasets import Dataset
 
-from ..evaluation.runs import dataset_fingerprint
+from ..evaluation.scoring import dataset_fingerprint
 from . import t2is_bench as bench
 from .leakage import leakage_text
 from .paired_results import (
@@ -17,10 +17,10 @@ from .paired_results import (
     MetricRow,
     SampleKey,
     System,
-    breakdowns,
     check_systems,
+    compute_breakdowns,
+    compute_table,
     system_alerts,
-    table,
 )
 from .score_store import Scores, read_scores
 from .system_images import ImageSet
@@ -84,12 +84,12 @@ def t2is_results(
             _values(runs, system.images.sets, rows, protocol) for runs, system in zip(judge_runs, systems, strict=True)
         ]
         metric_rows = _metric_rows(judge, names)
-        tables.append(table(f"Judge: {judge}", metric_rows, values))
+        tables.append(compute_table(f"Judge: {judge}", metric_rows, values))
         main_rows = [row for row in metric_rows if len(row.parts) > 1 or row.metric in ("aesthetics", "duplicates")]
         for column in ("category", "subcategory"):
             if any(row.get(column) for row in rows.values()):
                 group_of = {name: row.get(column) or "without one" for name, row in rows.items()}
-                for breakdown in breakdowns(f"By {column}", main_rows, values, group_of):
+                for breakdown in compute_breakdowns(f"By {column}", main_rows, values, group_of):
                     breakdown_by_title[breakdown["title"]] = breakdown
         set_scores = set_scores or [
             _set_scores(*arguments, rows) for arguments in zip(systems, values, judge_runs, strict=True)

@@ -751,7 +751,7 @@ EVALUATION = [
         ("kendalltau(predicted_ranks, human_ranks)", "spearmanr(predicted_ranks, human_ranks)"),
     ),
     *_mutants(
-        "evaluation/runs.py",
+        "evaluation/scoring.py",
         "test_evaluation.py::TestResume",
         ('"judge": describe_scorer(scorer)', '"judge": None'),
         ("[*columns, *image_columns]", "list(columns)"),
@@ -838,7 +838,7 @@ EVALUATION = [
         ('names.sort(key=lambda name: [int(number) for number in re.findall(r"\\d+", name)])', "names.sort()"),
     ),
     *_mutants(
-        "evaluation/runs.py",
+        "evaluation/scoring.py",
         "test_published_protocols.py test_evaluation.py::TestResume::test_the_address_of_a_server_is_in_the_file_alone "
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
         ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),

@@ -79,7 +79,7 @@ MUTANTS = [
     (P + "rewards/image_statistics.py", "/ (down.size + right.size),", "/ down.size,", "tests/test_image_statistics.py"),
     (P + "evaluation/grid_artifacts.py", "if s >= 0 and s + period", "if s > 0 and s + period", "tests/test_grid_artifacts.py"),
     (P + "rollout/families/qwen_image.py", "return max(width, 32), max(height, 32)", "return width, height", "tests/test_families.py::TestEditedSizes"),
-    (P + "image_benchmarks/gedit.py", "lowest and EditScore(*lowest, overall(*lowest))", "lowest and EditScore(*lowest, min(lowest))", "tests/test_gedit.py"),
+    (P + "image_benchmarks/gedit.py", "lowest and EditScore(*lowest, compute_overall(*lowest))", "lowest and EditScore(*lowest, min(lowest))", "tests/test_gedit.py"),
     (P + "trainer/step_statistics.py", 'columns[name][columns["index"] == step]', 'columns[name][columns["index"] >= step]', "tests/test_advantages_losses.py tests/test_guard_nft_losses.py tests/test_paco_grpo_trainer.py"),
     (P + "utils/background.py", "    _calls.clear()\n    _loops.clear()\n", "    pass\n", "tests/test_preemption.py -k forked"),
 ]

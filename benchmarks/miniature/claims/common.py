@@ -12,7 +12,7 @@ from miniature.evaluation_step import generate_and_read
 from miniature.generator_step import train_generator
 from miniature.run import Miniature
 from miniature.settings import MiniatureSettings
-from paco_trl.image_benchmarks.paired_results import difference, mean_with_interval
+from paco_trl.image_benchmarks.paired_results import compute_difference, mean_over_prompts
 
 
 USUAL: dict[str, Any] = {
@@ -89,9 +89,9 @@ def before_and_after(
     for place, name in enumerate(names):
         before, after = truths_of(runs, "before", place), truths_of(runs, "after", place)
         figures[name] = {
-            "before": rounded(mean_with_interval([before])),
-            "after": rounded(mean_with_interval([after])),
-            "difference": rounded(difference([before], [after])),
+            "before": rounded(mean_over_prompts([before])),
+            "after": rounded(mean_over_prompts([after])),
+            "difference": rounded(compute_difference([before], [after])),
             "difference of each seed": [
                 round(
                     float(np.mean([run["after"][unit][place] - run["before"][unit][place] for unit in run["after"]])),
@@ -124,7 +124,7 @@ def readings(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for place, name in enumerate(("consistency", "prompt_following")):
         truths = [[run["before"], *run["after"].values()] for run in runs]
         cells = [
-            mean_with_interval(
+            mean_over_prompts(
                 [truths_of([run | {"at": of_run[at]} for run, of_run in zip(runs, truths, strict=True)], "at", place)]
             )
             for at in range(len(truths[0]))

@@ -17,7 +17,7 @@ from miniature.world import ACCESSORIES, COLORS, SHAPES, Panel, draw_panel, samp
 from paco_trl import PaCoReward
 from paco_trl.data import make_pair, parse_image_set_prompt, theme_question
 from paco_trl.evaluation import evaluate_rankings
-from paco_trl.image_benchmarks.paired_results import difference, mean_with_interval
+from paco_trl.image_benchmarks.paired_results import compute_difference, mean_over_prompts
 
 from .common import rounded
 
@@ -170,7 +170,7 @@ def accuracies_of(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
 def judge_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     each = [float(np.mean(run["accuracy"])) for run in runs]
     return {
-        "accuracy": rounded(mean_with_interval([accuracies_of(runs)])),
+        "accuracy": rounded(mean_over_prompts([accuracies_of(runs)])),
         "of each seed": [round(value, 3) for value in each],
     }
 
@@ -180,6 +180,6 @@ def long_figures(by_label: dict[str, list[dict[str, Any]]]) -> dict[str, dict[st
     (plain,) = (accuracies_of(runs) for label, runs in by_label.items() if "plain" in label)
     return {
         label: judge_figures(runs)
-        | {"difference from plain likelihood": rounded(difference([plain], [accuracies_of(runs)]))}
+        | {"difference from plain likelihood": rounded(compute_difference([plain], [accuracies_of(runs)]))}
         for label, runs in by_label.items()
     }

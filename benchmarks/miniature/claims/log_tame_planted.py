@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paco_trl.image_benchmarks.paired_results import difference
+from paco_trl.image_benchmarks.paired_results import compute_difference
 
 from .common import generator_figures, rounded, run_generator, runs_with, truths_of
 
@@ -51,7 +51,7 @@ def planted_figures(by_label: dict[str, list[dict[str, Any]]]) -> dict[str, dict
         of_label = generator_figures(runs) | {"rounds": rounds_of(runs)}
         for place, name in enumerate(("consistency", "prompt_following")):
             plain, own = (truths_of(each, "after", place) for each in (by_label["sum then normalize"], runs))
-            of_label[name]["difference from the plain sum"] = rounded(difference([plain], [own]))
+            of_label[name]["difference from the plain sum"] = rounded(compute_difference([plain], [own]))
         figures[label] = of_label
     return figures
 

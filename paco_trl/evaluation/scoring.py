@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, scorer calls and confidence intervals for the benchmarks of judges."""
+"""Scoring of a dataset by a judge or another scorer: its images, its calls, and what a mean of scores is."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -193,10 +193,10 @@ def batches(items: Iterable[Any], size: Callable[[Any], int], batch_size: int) -
         yield batch
 
 
-def mean_and_interval(
+def mean_over_rows(
     values: Sequence[float], groups: Sequence[Hashable] | None, strata: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Compute the mean of the defined values (or of the means of their strata), and its bootstrap interval."""
+    """Compute the mean of defined values (or of the means of strata), and its interval, with groups resampled."""
     mean = float(pd.Series(values, dtype=float).groupby(strata or [""] * len(values)).mean().mean())
     if math.isnan(mean):
         return {"mean": mean, "interval": [mean, mean]}
