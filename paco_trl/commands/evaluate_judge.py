@@ -21,7 +21,7 @@ from ..data.pairs import as_pairs
 from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_rankings, load_rankings, save_report
 from ..evaluation.judge_benchmarks import is_consistency_rank
 from ..evaluation.ranking_benchmark import IMAGE_COLUMNS
-from ..evaluation.scoring import RowImages
+from ..evaluation.scoring import RowImages, read_traits
 from ..rewards import WordsJudge
 from ..rewards.fingerprint import describe_scorer
 from ..utils.chat import ChatEndpoint
@@ -83,8 +83,13 @@ def evaluate(script_args: JudgeArguments) -> None:
     RowImages(dataset, ("images",) if benchmark == "pairs" else IMAGE_COLUMNS).check_headers()
 
     judge = load_scorer(script_args)
-    template = getattr(judge, "template", script_args.template)
-    options = (template, script_args.protocol, script_args.dtype, script_args.judge_quantization)
+    own_template = read_traits(judge).template
+    options = (
+        own_template or script_args.template,
+        script_args.protocol,
+        script_args.dtype,
+        script_args.judge_quantization,
+    )
     name_parts = (judge.name, benchmark, *options, digest(describe_scorer(judge))[:8])
     name = re.sub(r"[^\w.]+", "-", "-".join(part for part in name_parts if part is not None)).strip("-.")
     scores_path = Path(script_args.output_dir) / f"{name}.jsonl"
@@ -92,7 +97,7 @@ def evaluate(script_args: JudgeArguments) -> None:
     if benchmark == "pairs":
         results = evaluate_pairs(judge, dataset, *run)
     else:
-        template = None if hasattr(judge, "template") else script_args.template
+        template = None if own_template else script_args.template
         results = evaluate_rankings(judge, dataset, template, *run, script_args.protocol, benchmark)
 
     results["settings"] |= {

@@ -8,8 +8,8 @@ from datasets import Dataset
 
 from ..data import check_pair_columns, decision_of
 from ..data.pairs import content_text, iter_texts
-from . import scoring
 from .metrics import auroc, expected_calibration_error
+from .scoring import RecordQuestions, ScoringRun, mean_over_rows
 
 
 def evaluate_pairs(
@@ -44,18 +44,16 @@ def evaluate_pairs(
             )
         questions.append(content_text(prompt[0]["content"]))
         labels.append(decision_of(completion) == "Yes")
-    items = [scoring.RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
-    common, records = scoring.score_records(
-        settings={"benchmark": "pairs", "protocol": "default"}, scorer=scorer, dataset=dataset,
-        columns=("prompt", "completion"), image_columns=("images",), output_path=output_path, batch_size=batch_size,
-        key="index", items=items, record=lambda item, scores: {"index": item.key, "score": scores[0]},
-    )  # fmt: skip
+    items = [RecordQuestions(index, index, [((0,), text)]) for index, text in enumerate(questions)]
+    settings = {"benchmark": "pairs", "protocol": "default"}
+    run = ScoringRun(scorer, dataset, settings, ("prompt", "completion"), ("images",), output_path, batch_size)
+    records = run.score("index", items, lambda item, scores: {"index": item.key, "score": scores[0]})
     scores = [records[index]["score"] for index in range(len(questions))]
     correct = [float((score > 0.5) == label) for score, label in zip(scores, labels, strict=True)]
     return {
-        **common,
+        **run.summarize(),
         "metrics": {
-            "accuracy": scoring.mean_over_rows(correct, None),
+            "accuracy": mean_over_rows(correct, None),
             "auroc": {"mean": auroc(scores, labels)},
             "ece": {"mean": expected_calibration_error(scores, labels)},
         },

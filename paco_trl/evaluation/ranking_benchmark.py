@@ -3,8 +3,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +16,8 @@ from ..data.columns import check_values, criteria_dict
 from ..data.questions import criterion_question, plain_question, question
 from ..data.rankings import check_ranking_columns, default_question
 from ..utils.text import is_text, shorten, without_nan
-from . import scoring
 from .metrics import list_order_metrics, ranking_metrics
+from .scoring import RecordQuestions, ScoringRun, check_protocol, mean_over_rows, read_traits
 
 
 logger = logging.getLogger(__name__)
@@ -77,11 +76,8 @@ def evaluate_rankings(
             [`ClipIScorer`] or your own. It gets RGB images (transparency on white, as in training). Within a row, the
             reference is the same object in all pairs, so that it can be encoded once.
 
-            A scorer of edits has a `template`, the name of its prompt, and gets the instruction in place of a
-            question. With `compares = True` ([`ComparingJudge`]) it gets (source, edit, edit), and returns 1 if the
-            first edit is better, 0 if the second is, 0.5 for a tie, or `None`, which is never correct. With
-            `rates = True` ([`~paco_trl.rewards.WordsJudge`]) it returns scores by dimension with `overall`, or
-            `None`.
+            A judge of edits with a prompt of its own ([`ComparingJudge`], [`~paco_trl.rewards.WordsJudge`]) has more
+            attributes: `ScorerTraits` in `evaluation/scoring.py` lists all.
         dataset ([`~datasets.Dataset`]):
             Rankings: `reference` (image), `candidates` (list of images), `ranking` (indices of the candidates, best
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent) and `id`.
@@ -133,7 +129,7 @@ def evaluate_rankings(
     >>> results["metrics"]["accuracy"]["mean"]
     ```
     """
-    scoring.check_protocol(protocol)
+    check_protocol(protocol)
     check_ranking_columns(dataset)
     dataset = dataset.with_format(None)  # plain Python values
     has_edits = "dimension" in dataset.column_names
@@ -147,46 +143,41 @@ def evaluate_rankings(
     rows = [_with_defaults(index, row) for index, row in enumerate(dataset.select_columns(columns))]
     groups = [row["group"] for row in rows]
     settings = {"benchmark": benchmark, "protocol": protocol, **({} if template is None else {"template": template})}
-    score = partial(
-        scoring.score_records, settings=settings, scorer=scorer, dataset=dataset, columns=columns,
-        image_columns=IMAGE_COLUMNS, output_path=output_path, batch_size=batch_size,
-    )  # fmt: skip
+    run = ScoringRun(scorer, dataset, settings, columns, IMAGE_COLUMNS, output_path, batch_size)
     if has_edits:
         _check_edits(dataset, rows)
-        common, scores = _score_edits(score, scorer, rows, protocol)
-        measured = _edit_results(rows, scores, groups, is_macro=benchmark == "edit_reward")
+        measured = _edit_results(rows, _score_edits(run, rows), groups, is_macro=benchmark == "edit_reward")
     else:
-        common, records = _score_rows(score, rows, template or "theme", protocol)
-        measured = _ranking_results(records, groups)
-    return {**common, "num_groups": len(set(groups)), **measured}
+        measured = _ranking_results(_score_rows(run, rows, template or "theme"), groups)
+    return {**run.summarize(), "num_groups": len(set(groups)), **measured}
 
 
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
     """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
-    judges_edits = scoring.judges_edits(scorer)
-    trained_question = getattr(scorer, "question", None)
+    traits = read_traits(scorer)
     if has_edits:
         if template is not None:
             raise ValueError(f"`template` is {template!r}, but pairs of edits have their own questions. Leave it out.")
-        if not judges_edits:
-            _warn_if_untrained(scorer, "about edits")
-        return scorer.template if judges_edits else None
-    if judges_edits:
+        if traits.judges_edits:
+            return traits.template
+        _warn_if_untrained(scorer.name, traits.question, "about edits")
+        return None
+    if traits.judges_edits:
         raise ValueError(f"The scorer {scorer.name!r} judges edits, but the dataset has no `dimension`. Add it.")
     if template is None:
-        template = "plain" if protocol == "published" else trained_question or "theme"
-        if template == trained_question:
+        template = "plain" if protocol == "published" else traits.question or "theme"
+        if template == traits.question:
             return template
     if template not in (names := ("plain",) if protocol == "published" else _TEMPLATES):
         raise ValueError(f"`template` is {template!r}, but with the {protocol} protocol must be {' or '.join(names)}.")
-    _warn_if_untrained(scorer, f"the question of the template '{template}'")
+    _warn_if_untrained(scorer.name, traits.question, f"the question of the template '{template}'")
     return template
 
 
-def _warn_if_untrained(scorer: Any, what: str) -> None:
+def _warn_if_untrained(name: str, trained_question: str | None, what: str) -> None:
     """Warn if the judge was trained on a single question, and is asked another one."""
-    if (trained_question := getattr(scorer, "question", None)) is not None:
-        message = f"The judge {scorer.name!r} is asked {what}, but was only trained on the question"
+    if trained_question is not None:
+        message = f"The judge {name!r} is asked {what}, but was only trained on the question"
         logger.warning(f"{message} {trained_question!r}.")
 
 
@@ -212,27 +203,25 @@ def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
     return [[criterion_question(text) for text in texts.values()] for texts in criteria.values()]
 
 
-def _score_rows(
-    score: Callable, rows: list[dict[str, Any]], template: str, protocol: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _score_rows(run: ScoringRun, rows: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
     """Score the candidates of each row by the questions of the template, and compute its metrics."""
     questions = [_questions(row, template) for row in rows]
     items = []
     for index, row in enumerate(rows):
         texts = sum(questions[index], [])
         asked = [((position,), text) for position in range(len(row["ranking"])) for text in texts]
-        items.append(scoring.RecordQuestions(index, index, asked))
-    metrics_of = list_order_metrics if protocol == "published" else ranking_metrics
+        items.append(RecordQuestions(index, index, asked))
+    metrics_of = list_order_metrics if run.protocol == "published" else ranking_metrics
 
-    def record(item: scoring.RecordQuestions, answers: list[float]) -> dict[str, Any]:
+    def to_record(item: RecordQuestions, answers: list[float]) -> dict[str, Any]:
         row = rows[item.key]
         rest = iter(answers)
         scores = [fmean(fmean(islice(rest, len(texts))) for texts in questions[item.key]) for _ in row["ranking"]]
         metrics = without_nan(metrics_of(scores, row["ranking"]))
         return {"index": item.key, "id": row["id"], "scores": scores, "ranking": row["ranking"], "metrics": metrics}
 
-    common, records = score(key="index", items=items, record=record)
-    return common, [records[index] for index in range(len(rows))]
+    records = run.score("index", items, to_record)
+    return [records[index] for index in range(len(rows))]
 
 
 def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, Any]:
@@ -241,7 +230,7 @@ def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) 
         "num_ties": sum(len(set(record["scores"])) < len(record["scores"]) for record in records),
         # None becomes NaN
         "metrics": {
-            name: scoring.mean_over_rows([record["metrics"][name] for record in records], groups) for name in _METRICS
+            name: mean_over_rows([record["metrics"][name] for record in records], groups) for name in _METRICS
         },
     }
 
@@ -263,33 +252,30 @@ def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
             raise ValueError(f"Row {index} has names of an earlier row with another prompt, {ids}. Rename them.")
 
 
-def _score_edits(
-    score: Callable, scorer: Any, rows: list[dict[str, Any]], protocol: str
-) -> tuple[dict[str, Any], list[Sequence[float]]]:
+def _score_edits(run: ScoringRun, rows: list[dict[str, Any]]) -> list[Sequence[float]]:
     """Score both candidates of each row, in one comparison or each by the questions of the rows that have it."""
-    if getattr(scorer, "compares", False):
-        items = [scoring.RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
-        common, records = score(
-            key="row", items=items, record=lambda item, scores: {"row": item.key, "first": scores[0]}
-        )
+    if run.traits.compares:
+        items = [RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
+        records = run.score("row", items, lambda item, scores: {"row": item.key, "first": scores[0]})
         firsts = [records[index]["first"] for index in range(len(rows))]
-        return common, [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
-    rates = getattr(scorer, "rates", False)
+        return [(math.nan, math.nan) if first is None else (first, 1 - first) for first in firsts]
+    rates = run.traits.rates
+    question_names = _QUESTIONS[run.protocol]
     items, names_of = [], {}
     for candidate, (index, position, dimensions) in _uses(rows).items():
         prompt = rows[index]["prompt"]
-        names_of[candidate] = [name for name in _QUESTIONS[protocol] if dimensions & {name, "overall"}]
-        texts = [question(_QUESTIONS[protocol][name], instruction=prompt) for name in names_of[candidate]]
+        names_of[candidate] = [name for name in question_names if dimensions & {name, "overall"}]
+        texts = [question(question_names[name], instruction=prompt) for name in names_of[candidate]]
         asked = [((position,), text) for text in ([prompt] if rates else texts)]
-        items.append(scoring.RecordQuestions(candidate, index, asked))
+        items.append(RecordQuestions(candidate, index, asked))
 
-    def record(item: scoring.RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
+    def to_record(item: RecordQuestions, scores: Sequence[Any]) -> dict[str, Any]:
         by_name = scores[0] if rates else dict(zip(names_of[item.key], scores, strict=True))
         return {"key": item.key, "scores": by_name}
 
-    common, records = score(key="key", items=items, record=record, answers=_PUBLISHED_ANSWERS, resizes=True)
+    records = run.score("key", items, to_record, _PUBLISHED_ANSWERS, resizes=True)
     scores_of = {candidate: found["scores"] for candidate, found in records.items()}
-    return common, [[_edit_score(row["dimension"], scores_of[name]) for name in row["candidate_ids"]] for row in rows]
+    return [[_edit_score(row["dimension"], scores_of[name]) for name in row["candidate_ids"]] for row in rows]
 
 
 def _uses(rows: list[dict[str, Any]]) -> dict[str, tuple[int, int, set[str]]]:
@@ -330,7 +316,7 @@ def _edit_results(
         part = table[table["dimension"] == name]
         labels = ([groups[index] for index in part.index], [*part["task_type"]] if is_macro else None)
         dimensions[name] = {
-            **{hit: scoring.mean_over_rows([*part[hit]], *labels) for hit in ("strict", "geq")},
+            **{hit: mean_over_rows([*part[hit]], *labels) for hit in ("strict", "geq")},
             "num_rows": len(part),
             "num_ties": int(sum(part["geq"]) - sum(part["strict"])),
             "task_types": {

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,96 +83,160 @@ def check_protocol(protocol: str) -> None:
         raise ValueError(f"`protocol` is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}.")
 
 
-def judges_edits(scorer: Any) -> bool:
-    """Return whether a scorer compares or rates edits, with a template of its own, rather than scoring pairs."""
-    return getattr(scorer, "compares", False) or getattr(scorer, "rates", False)
+@dataclass(frozen=True)
+class ScorerTraits:
+    """
+    Optional attributes of a scorer. A scorer with only `name` and `score(images, prompts)` has the defaults.
+
+    Attributes:
+        compares (`bool`):
+            Whether it is shown both edits of a pair, as (source, edit, edit), and returns 1 if the first edit is
+            better, 0 if the second is, 0.5 for a tie, or `None`, which is never correct ([`ComparingJudge`]).
+        rates (`bool`):
+            Whether it returns scores of an edit by dimension, with `overall`, or `None`
+            ([`~paco_trl.rewards.WordsJudge`]).
+        template (`str`):
+            Name of the prompt of a scorer that compares or rates. It gets the instruction in place of a question.
+        question (`str`):
+            The only question that the scorer was trained on.
+        reads_questions (`bool`):
+            Whether scores depend on the question. Such a scorer needs `top_logprobs` for the published protocol.
+    """
+
+    compares: bool = False
+    rates: bool = False
+    template: str | None = None
+    question: str | None = None
+    reads_questions: bool = True
+
+    @property
+    def judges_edits(self) -> bool:
+        """Return whether the scorer has a prompt of its own about edits, rather than reading questions about pairs."""
+        return self.compares or self.rates
+
+
+def read_traits(scorer: Any) -> ScorerTraits:
+    """Read the optional attributes of a scorer."""
+    values: dict[str, Any] = {field.name: getattr(scorer, field.name, field.default) for field in fields(ScorerTraits)}
+    return ScorerTraits(**values)
 
 
 class RecordQuestions(NamedTuple):
-    """Questions about the first image of a row and others, whose scores become one record."""
+    """Questions about images of a row, whose scores become one record. Each is about the first image and another."""
 
     key: Any
     row: int
-    questions: Sequence[tuple[tuple[int, ...], str]]  # indices of the other images, and the question
+    questions: Sequence[tuple[tuple[int, ...], str]]  # positions of the other images after the first, and the question
 
 
-def score_records(
-    *,
-    settings: dict[str, Any],
-    scorer: Any,
-    dataset: Dataset,
-    columns: Sequence[str],
-    image_columns: Sequence[str],
-    output_path: str | Path | None,
-    batch_size: int,
-    key: str,
-    items: Sequence[RecordQuestions],
-    record: Callable[[RecordQuestions, list[Any]], dict[str, Any]],
-    answers: tuple[Sequence[str], Sequence[str]] = (("Yes",), ("No",)),
-    resizes: bool = False,
-) -> tuple[dict[str, Any], dict[Any, dict[str, Any]]]:
-    """Score items without a record in the file; return the common part of results, and all records by `key`."""
-    protocol = settings["protocol"]
-    fingerprint = dataset_fingerprint(dataset, [*columns, *image_columns])
-    settings = settings | {"dataset_size": len(dataset), "dataset_fingerprint": fingerprint}
-    is_served = "://" in scorer.name  # another server is another run
-    name = scorer.name if is_served else public_text(scorer.name)
-    settings |= {"scorer": name, "judge": describe_scorer(scorer)}
-    images = RowImages(dataset, image_columns, protocol)
-    journal = Journal(output_path, settings)
-    done = {saved[key]: saved for saved in journal.records}
-    rows = [list(row_items) for _, row_items in groupby(items, key=lambda item: item.row)]
-    title = f"{settings['benchmark']}, {scorer.name}"
-    with tqdm(total=len(items), initial=len(done), desc=title, unit=key) as progress:
-        # Same batches as in an uninterrupted run, since the last bits of a score can depend on its batch
-        for batch in batches(rows, lambda row_items: sum(len(item.questions) for item in row_items), batch_size):
-            unscored = [item for row_items in batch for item in row_items if item.key not in done]
-            pairs, questions = [], []
-            for row, row_items in groupby(unscored, key=lambda item: item.row):
-                first, *candidates = images[row]
-                candidates = [candidate.resize(first.size) for candidate in candidates] if resizes else candidates
-                for positions, question in (question for item in row_items for question in item.questions):
-                    pairs.append((first, *(candidates[position] for position in positions)))
-                    questions.append(question)
-            if unscored:
-                results = iter(_score(scorer, protocol, pairs, questions, *answers))
-                records = []
+class ScoringRun:
+    """Scoring of a dataset by one scorer, which resumes from the file of an interrupted run with the same settings."""
+
+    def __init__(
+        self,
+        scorer: Any,
+        dataset: Dataset,
+        settings: dict[str, Any],
+        columns: Sequence[str],
+        image_columns: Sequence[str],
+        output_path: str | Path | None,
+        batch_size: int,
+    ):
+        self.scorer = scorer
+        self.traits = read_traits(scorer)
+        self.protocol = settings["protocol"]
+        self.output_path = output_path
+        self.batch_size = batch_size
+        self.images = RowImages(dataset, image_columns, self.protocol)
+        self.is_served = "://" in scorer.name  # another server is another run
+        self.settings = settings | {
+            "dataset_size": len(dataset),
+            "dataset_fingerprint": dataset_fingerprint(dataset, [*columns, *image_columns]),
+            "scorer": scorer.name if self.is_served else public_text(scorer.name),
+            "judge": describe_scorer(scorer),
+        }
+        self.records: dict[Any, dict[str, Any]] = {}
+
+    def score(
+        self,
+        key: str,
+        items: Sequence[RecordQuestions],
+        to_record: Callable[[RecordQuestions, list[Any]], dict[str, Any]],
+        answers: tuple[Sequence[str], Sequence[str]] = (("Yes",), ("No",)),
+        resizes: bool = False,
+    ) -> dict[Any, dict[str, Any]]:
+        """Score items without a record in the file, and return all records by their `key`."""
+        journal = Journal(self.output_path, self.settings)
+        records = self.records = {saved[key]: saved for saved in journal.records}
+        rows = [list(row_items) for _, row_items in groupby(items, key=lambda item: item.row)]
+        title = f"{self.settings['benchmark']}, {self.scorer.name}"
+        with tqdm(total=len(items), initial=len(records), desc=title, unit=key) as progress:
+            # Same batches as in an uninterrupted run, since the last bits of a score can depend on its batch
+            for batch in batches(rows, lambda row: sum(len(item.questions) for item in row), self.batch_size):
+                if not (unscored := [item for row in batch for item in row if item.key not in records]):
+                    continue
+                results = iter(self._query(*self._pairs_and_questions(unscored, resizes), answers))
+                new_records = []
                 for item in unscored:
                     scores, unanswered = zip(*islice(results, len(item.questions)), strict=True)
-                    records.append(record(item, list(scores)) | {"unanswered": sum(unanswered)})
-                journal.append(*records)
-                done |= {saved[key]: saved for saved in records}
+                    new_records.append(to_record(item, list(scores)) | {"unanswered": sum(unanswered)})
+                journal.append(*new_records)
+                records |= {record[key]: record for record in new_records}
                 progress.update(len(unscored))
-    if is_served:  # published results should not have the server's address
-        settings["scorer"] = scorer.model_name
-    num_unanswered = sum(saved["unanswered"] for saved in done.values())
-    common = {"settings": settings, "num_instances": len(dataset), "num_unanswered": num_unanswered}
-    return common, done
+        return records
 
+    def summarize(self) -> dict[str, Any]:
+        """Return what the results of all benchmarks have in common."""
+        # Published results should not have the server's address
+        settings = self.settings | ({"scorer": self.scorer.model_name} if self.is_served else {})
+        num_unanswered = sum(record["unanswered"] for record in self.records.values())
+        return {
+            "settings": settings,
+            "num_instances": settings["dataset_size"],
+            "num_unanswered": num_unanswered,
+        }
 
-def _score(
-    scorer: Any, protocol: str, pairs: list, questions: list[str], yes: Sequence[str], no: Sequence[str]
-) -> list[tuple[Any, bool]]:
-    """Return the score of each pair, and whether it has no answer: then it is 0, or `None` of a judge with words."""
-    if protocol == "published" and getattr(scorer, "reads_questions", True):
-        top_logprobs = scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS)
-        probabilities = [math.nan if tokens is None else yes_probability(tokens, yes, no) for tokens in top_logprobs]
-        scores = [(score or 0.0, score is None) for score in probabilities]
-    else:
-        may_lack = judges_edits(scorer)
-        answers = scorer.score(pairs, questions)
-        are_plain = (score is None or isinstance(score, Mapping) for score in answers)
-        answers = [score if is_plain else float(score) for score, is_plain in zip(answers, are_plain, strict=True)]
-        scores = [(score, may_lack and score is None) for score in answers]
-    if len(scores) != len(pairs):
-        raise ValueError(
-            f"The scorer {scorer.name!r} gave {len(scores)} scores for {len(pairs)} pairs, but must give one per pair."
-        )
-    for (score, is_unanswered), question in zip(scores, questions, strict=True):
-        values = score.values() if isinstance(score, Mapping) else [score]
-        if not is_unanswered and not all(value is not None and math.isfinite(value) for value in values):
-            raise ValueError(f"The scorer {scorer.name!r} gave no finite score for the question {question!r}.")
-    return scores
+    def _pairs_and_questions(
+        self, items: Sequence[RecordQuestions], resizes: bool
+    ) -> tuple[list[tuple[Image.Image, ...]], list[str]]:
+        """Load the images of the items, with the first image of a row as one object in all of its pairs."""
+        pairs, questions = [], []
+        for row, row_items in groupby(items, key=lambda item: item.row):
+            first, *candidates = self.images[row]
+            candidates = [candidate.resize(first.size) for candidate in candidates] if resizes else candidates
+            for positions, question in (question for item in row_items for question in item.questions):
+                pairs.append((first, *(candidates[position] for position in positions)))
+                questions.append(question)
+        return pairs, questions
+
+    def _query(
+        self,
+        pairs: list[tuple[Image.Image, ...]],
+        questions: list[str],
+        answers: tuple[Sequence[str], Sequence[str]],
+    ) -> list[tuple[Any, bool]]:
+        """Return the score of each pair, and whether an answer is missing: then it is 0, or `None` of an edit judge."""
+        scores: list[tuple[Any, bool]] = []
+        if self.protocol == "published" and self.traits.reads_questions:
+            for tokens in self.scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS):
+                score = math.nan if tokens is None else yes_probability(tokens, *answers)  # NaN is rejected below
+                scores.append((0.0, True) if score is None else (score, False))
+        else:
+            for score in self.scorer.score(pairs, questions):
+                if score is None:
+                    scores.append((None, self.traits.judges_edits))
+                else:
+                    scores.append((score if isinstance(score, Mapping) else float(score), False))
+        name = self.scorer.name
+        if len(scores) != len(pairs):
+            raise ValueError(
+                f"The scorer {name!r} gave {len(scores)} scores for {len(pairs)} pairs, but must give one per pair."
+            )
+        for (score, is_unanswered), question in zip(scores, questions, strict=True):
+            values = score.values() if isinstance(score, Mapping) else [score]
+            if not is_unanswered and not all(value is not None and math.isfinite(value) for value in values):
+                raise ValueError(f"The scorer {name!r} gave no finite score for the question {question!r}.")
+        return scores
 
 
 def dataset_fingerprint(dataset: Dataset, columns: Sequence[str]) -> str:

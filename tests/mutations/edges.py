@@ -789,7 +789,7 @@ EVALUATION = [
         ("isinstance(value, bool | None)", "True"),
         ("len({*filter(is_text, ids)}) == len(ids) == 2", "True"),
         ('"group": index, "candidate_ids"', '"group": 0, "candidate_ids"'),
-        ("if judges_edits:\n", "if False:\n"),
+        ("    if traits.judges_edits:\n        raise", "    if False:\n        raise"),
     ),
     *_mutants(
         "evaluation/judge_benchmarks.py",
@@ -841,13 +841,13 @@ EVALUATION = [
         "evaluation/scoring.py",
         "test_published_protocols.py test_evaluation.py::TestResume::test_the_address_of_a_server_is_in_the_file_alone "
         "test_evaluation.py::TestEvaluateRankings::test_calls_have_full_rows_and_one_reference_object_per_row",
-        ("(score or 0.0, score is None)", "(score or 0.5, score is None)"),
+        ("(0.0, True) if score is None", "(0.5, True) if score is None"),
         (
             "pairs.append((first, *(candidates[position] for position in positions)))",
             "pairs.append((*(candidates[position] for position in positions), first))",
         ),
         ('_without_alpha if protocol == "published" else to_rgb', "to_rgb"),
-        ('settings["scorer"] = scorer.model_name', 'settings["scorer"] = scorer.name'),
+        ('{"scorer": self.scorer.model_name}', '{"scorer": self.scorer.name}'),
         ("if batch and total + size(item) > batch_size:", "if batch and total + size(item) >= batch_size:"),
     ),
     *_mutants(
