@@ -5,7 +5,7 @@ Prompts, criteria and scorers of T2IS-Bench (https://huggingface.co/papers/2506.
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import fmean
@@ -56,8 +56,8 @@ COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys(("aesthetics", "duplicates")
 COLUMNS |= {"consistency": ("id", "rows", "cols", "criteria"), "alignment": ("id", "rows", "cols", "alignment")}
 
 Record = dict[str, Any]
-# Coroutine per set: yields the arguments of its questions, receives an iterator of answers, and yields the record
-SetScoring = Generator[Any, Iterator, None]
+# Of a set: the arguments of each question, and a function that takes the answers in this order and returns the record
+SetQuestions = tuple[list[tuple], Callable[[Iterator], Record]]
 
 
 def load_t2is_bench(
@@ -216,21 +216,24 @@ def score_consistency(
     patch = judge.find_patch_size() if isinstance(judge, ServedJudge) else getattr(judge, "patch_size", 14)
     side = round(SIDE / (2 * patch)) * 2 * patch
 
-    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetQuestions:
         pairs = _pairs(panels)
         criteria = consistency_criteria(row)
         resized_panels = [
             panel and panel.resize((side, side)) for panel in panels
         ]  # with Pillow's default filter, like `qwen_vl_utils`
-        answers = yield [
+        questions = [
             ((resized_panels[first], resized_panels[second]), t2is_bench_question(text))
             for texts in criteria.values()
             for text in texts
             for first, second in pairs
         ]
 
-        scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
-        yield {"pairs": pairs, "scores": scores}
+        def to_record(answers: Iterator) -> Record:
+            scores = {name: [[next(answers) for _ in pairs] for _ in texts] for name, texts in criteria.items()}
+            return {"pairs": pairs, "scores": scores}
+
+        return questions, to_record
 
     settings = {"question": t2is_bench_question("{criterion}"), "side": side}
     return _score("consistency", judge, settings, ask, judge.score, images, benchmark, folder, batch_size)
@@ -262,9 +265,9 @@ def score_alignment(
     if "alignment" not in benchmark.column_names:
         raise ValueError("The benchmark has no `alignment`. Load it with `load_t2is_bench(..., alignment_file=...)`.")
 
-    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetQuestions:
         panels_with_texts = list(zip(panels, alignment_texts(row), strict=True))
-        answers = yield [
+        questions = [
             (panel, shows_question(text))
             for panel, dimensions in panels_with_texts
             if panel is not None
@@ -272,11 +275,14 @@ def score_alignment(
             for text in texts
         ]
 
-        scores = [
-            None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
-            for panel, dimensions in panels_with_texts
-        ]
-        yield {"scores": scores}
+        def to_record(answers: Iterator) -> Record:
+            scores = [
+                None if panel is None else {name: [next(answers) for _ in texts] for name, texts in dimensions.items()}
+                for panel, dimensions in panels_with_texts
+            ]
+            return {"scores": scores}
+
+        return questions, to_record
 
     settings = {"question": shows_question("{text}")}
     return _score("alignment", judge, settings, ask, judge.score_images, images, benchmark, folder, batch_size)
@@ -300,9 +306,9 @@ def score_aesthetics(
         `dict[str, dict]`: key -> record with `scores`, one per panel, `None` for missing panels.
     """
 
-    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
-        answers = yield [(panel,) for panel in panels if panel is not None]
-        yield {"scores": [None if panel is None else next(answers) for panel in panels]}
+    def ask(panels: list[Image.Image | None], row: dict) -> SetQuestions:
+        questions = [(panel,) for panel in panels if panel is not None]
+        return questions, lambda answers: {"scores": [None if panel is None else next(answers) for panel in panels]}
 
     return _score("aesthetics", scorer, {}, ask, scorer.score_images, images, benchmark, folder, batch_size)
 
@@ -319,10 +325,10 @@ def score_duplicates(images: SystemImages, benchmark: Dataset, folder: str | Pat
         `dict[str, dict]`: key -> record with `pairs` (of existing panels) and `scores`, their [`panel_similarity`].
     """
 
-    def ask(panels: list[Image.Image | None], row: dict) -> SetScoring:
+    def ask(panels: list[Image.Image | None], row: dict) -> SetQuestions:
         pairs = _pairs(panels)
-        answers = yield [(panels[first], panels[second]) for first, second in pairs]
-        yield {"pairs": pairs, "scores": list(answers)}
+        questions = [(panels[first], panels[second]) for first, second in pairs]
+        return questions, lambda answers: {"pairs": pairs, "scores": list(answers)}
 
     def query(firsts: list[Image.Image], seconds: list[Image.Image]) -> list[float]:
         return list(map(panel_similarity, firsts, seconds))
@@ -337,7 +343,7 @@ def _pairs(panels: list[Image.Image | None]) -> list[list[int]]:
 
 
 def _score(
-    kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], SetScoring],
+    kind: str, scorer: Any, settings: dict, ask: Callable[[list[Image.Image | None], dict], SetQuestions],
     query: Callable[..., list], images: SystemImages, benchmark: Dataset, folder: str | Path,
     batch_size: int,
 ) -> dict[str, Record]:  # fmt: skip
@@ -349,23 +355,20 @@ def _score(
     settings = {"kind": kind, "scorer": name, "judge": describe_scorer(scorer), **settings}
     settings["benchmark"] = dataset_fingerprint(benchmark, COLUMNS[kind])
 
-    def start_scoring(key: str) -> tuple[str, list[tuple], SetScoring]:
-        scoring = ask(images.sets[key].panels(), benchmark[row_by_id[images.sets[key].prompt_id]])
-        return key, next(scoring), scoring
+    def ask_about(key: str) -> tuple[str, list[tuple], Callable[[Iterator], Record]]:
+        return key, *ask(images.sets[key].panels(), benchmark[row_by_id[images.sets[key].prompt_id]])
 
     with open_scores(folder, f"{kind}-{name}", settings, images.digests) as store:
         bar = {"desc": f"Scoring {kind} with {name}", "unit": "set", "disable": not store.is_main_process}
         with tqdm(total=len(store.pending), **bar) as progress:
-            for batch in batches(
-                map(start_scoring, store.pending), lambda set_questions: len(set_questions[1]), batch_size
-            ):
+            for batch in batches(map(ask_about, store.pending), lambda asked: len(asked[1]), batch_size):
                 questions = [question for _, set_questions, _ in batch for question in set_questions]
                 scores = query(*map(list, zip(*questions, strict=True))) if questions else []
                 answers = iter(_check_scores(kind, scorer.name, scores, len(questions)))
                 records = []
-                for key, set_questions, scoring in batch:
+                for key, set_questions, to_record in batch:
                     set_answers = list(islice(answers, len(set_questions)))
-                    records.append({"key": key, **scoring.send(iter(set_answers)), "incomplete": None in set_answers})
+                    records.append({"key": key, **to_record(iter(set_answers)), "incomplete": None in set_answers})
                 store.append(*records)
                 progress.update(len(batch))
         records = store.finish()
