@@ -387,4 +387,6 @@ def test_cards_that_results_cannot_go_into(results, card, tmp_path):
     results["systems"] = results["systems"][:1]
     with pytest.raises(ValueError, match="'tuned'"):
         add_results_to_card(card, results)
+    with pytest.raises(ValueError, match="of your own prompts.* of a benchmark"):
+        add_results_to_card(card, results | {"benchmark": None})
     assert card.read_bytes() == before

@@ -27,7 +27,7 @@ from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..generation.image_files import generate_missing
 from ..generation.inference import DEFAULT_MODEL, PipelineSpec, read_adapter, read_pipeline
 from ..image_benchmarks import print_report, save_generation_report
-from ..image_benchmarks.paired_results import GenerationResults, MetricRow, SampleKey, compute_table
+from ..image_benchmarks.paired_results import GenerationResults, MetricRow, SampleKey, ShownSet, compute_table
 from ..image_benchmarks.score_store import open_scores
 from ..rewards.checks import check_columns
 from ..rewards.scoring import COMPLETIONS_PER_CALL, offloadable_models, reward_arguments
@@ -404,7 +404,7 @@ def _sets(
     columns: Sequence[dict[str, dict[SampleKey, float]]],
     metrics: Iterable[str],
     sources: Path,
-) -> list[dict[str, Any]]:
+) -> list[ShownSet]:
     """Return each image of the systems side by side, with its scores, as the page shows them."""
     dataset = rows.dataset
     prompt_ids = dataset["id"] if "id" in dataset.column_names else [f"prompt {row + 1}" for row in range(len(rows))]

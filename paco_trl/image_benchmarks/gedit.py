@@ -22,8 +22,9 @@ from .gedit_protocols import PLACEHOLDER, EditProtocol, compute_overall, edit_pr
 from .leakage import leakage_text
 from .paired_results import (
     NOTES,
-    GenerationResults,
+    BenchmarkResults,
     MetricRow,
+    ResultTable,
     SampleKey,
     System,
     check_systems,
@@ -228,7 +229,7 @@ def gedit_results(
     seed: int = 0,
     source_folder: str | Path | None = None,
     protocol: str = "default",
-) -> GenerationResults:
+) -> BenchmarkResults:
     """
     Compute the results of GEdit-Bench: for each language, over all instructions and over those with `intersection`,
     the mean over task types of the mean over their edits, with intervals, by task type, and as a paired difference of
@@ -255,7 +256,7 @@ def gedit_results(
             Protocol of the scores: `"default"` or `"published"`.
 
     Returns:
-        `GenerationResults`: all results as JSON values, for [`save_generation_report`].
+        `BenchmarkResults`: all results as JSON values, for [`save_generation_report`].
     """
     check_gedit_prompts(prompts)
     sources = SourceImages(prompts, "the prompts")
@@ -275,8 +276,8 @@ def gedit_results(
     columns = ("id", "prompt", "task_type", "language", "intersection")
     names = [name for name in columns if name in prompts.column_names]
     rows = dict(zip(edit_keys(prompts), prompts.select_columns(names), strict=True))
-    tables: list[dict] = []
-    breakdown_tables: list[dict] = []
+    tables: list[ResultTable] = []
+    breakdown_tables: list[ResultTable] = []
     for judge in rubrics:
         values = [
             _values(system, system_scores[judge], seed, protocol)
@@ -317,7 +318,7 @@ def gedit_results(
                 "category": row["task_type"],
                 "subcategory": row.get("language"),
                 "source": _source_file(sources, number, source_folder),
-                "pictures": [[file and str(file) for file in system.images.sets[key].files] for system in systems],
+                "pictures": [system.images.sets[key].paths for system in systems],
                 "panels": [1, 1],
                 "scores": [
                     score._asdict()
@@ -343,9 +344,10 @@ def _values(
 
 def _tables(
     judge: str, values: Sequence[Mapping], rows: Mapping[str, dict], seed: int, suffix: str
-) -> tuple[list, list]:
+) -> tuple[list[ResultTable], list[ResultTable]]:
     """Compute the tables of a judge by language, and the breakdowns by task type."""
-    tables, breakdown_tables = [], []
+    tables: list[ResultTable] = []
+    breakdown_tables: list[ResultTable] = []
     kinds = dict.fromkeys(METRICS, "dimension") | {"overall": "average"}
     strata: dict[SampleKey, Any] = {(key, seed): row["task_type"] for key, row in rows.items()}
     for language in dict.fromkeys(row.get("language") for row in rows.values()):

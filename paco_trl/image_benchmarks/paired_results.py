@@ -46,24 +46,70 @@ class System:
         return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
 
 
+class Mean(TypedDict):
+    """Mean over prompts, or mean of a paired difference, with its interval. `None` if it is not defined."""
+
+    mean: float | None
+    interval: list[float | None]
+    count: int  # number of values
+
+
+class ResultRow(TypedDict):
+    """Row of a table: a metric of each system, and its difference if there are two."""
+
+    metric: str
+    label: str
+    kind: str  # see `MetricRow`
+    scorer: str
+    higher_is_better: bool
+    cells: list[Mean]
+    difference: Mean | None
+
+
+class ResultTable(TypedDict):
+    """Table of metrics."""
+
+    title: str
+    rows: list[ResultRow]
+
+
+class ShownSet(TypedDict):
+    """Images of a prompt by each system, as the page shows them."""
+
+    key: str
+    prompt: str
+    category: NotRequired[str | None]
+    subcategory: NotRequired[str | None]
+    source: str | None  # path of the source image
+    pictures: list[list[str | None]]  # paths of each system's images
+    panels: list[int]  # rows and columns
+    is_separate: NotRequired[bool]  # whether a file has separate images side by side
+    scores: list[dict[str, float | None]]  # of each system, by metric
+
+
 class GenerationResults(TypedDict):
-    """Results of one system, or of two, as JSON values. Those of your own prompts lack what only a benchmark has."""
+    """Results of one system, or of two, as JSON values."""
 
     benchmark: str | None  # `None` for your own prompts
-    protocol: NotRequired[str]
     dataset: str | None
-    dataset_fingerprint: NotRequired[str]
     num_prompts: int
-    seeds: NotRequired[list[int]]
     systems: list[dict[str, Any]]  # `System.entry`
     scorers: dict[str, list[str]]
-    tables: list[dict[str, Any]]  # `table`
-    breakdowns: list[dict[str, Any]]
-    leakage: NotRequired[dict[str, Any] | None]
+    tables: list[ResultTable]
+    breakdowns: list[ResultTable]
     alerts: list[str]
     notes: list[str]
-    sets: list[dict[str, Any]]
+    sets: list[ShownSet]
     headline: str  # metric by which the page chooses its sets
+
+
+class BenchmarkResults(GenerationResults):
+    """Results of a benchmark."""
+
+    protocol: str
+    dataset_fingerprint: str
+    seeds: list[int]
+    leakage: dict[str, Any] | None
 
 
 class MetricRow(NamedTuple):
@@ -79,7 +125,7 @@ class MetricRow(NamedTuple):
 
 def mean_over_prompts(
     parts: Sequence[Values], weights: Sequence[float] | None = None, strata: Mapping[SampleKey, Hashable] | None = None
-) -> dict[str, Any]:
+) -> Mean:
     """Compute the weighted sum of the parts' means over units, and its 95 % bootstrap interval over prompts."""
     # Values of a prompt are not independent, so prompts are resampled with all their units, and jointly for all parts
     weights = [1 / len(parts)] * len(parts) if weights is None else list(weights)
@@ -118,7 +164,7 @@ def compute_difference(
     second: Sequence[Values],
     weights: Sequence[float] | None = None,
     strata: Mapping[SampleKey, Hashable] | None = None,
-) -> dict[str, Any]:
+) -> Mean:
     """Compute the paired difference of two systems, second minus first, over the units of both."""
     differences = [
         {unit: second_part[unit] - value for unit, value in first_part.items() if unit in second_part}
@@ -133,9 +179,9 @@ def compute_table(
     systems: Sequence[Mapping[str, Values]],
     prompts: Container[Hashable] | None = None,
     strata: Mapping[SampleKey, Hashable] | None = None,
-) -> dict[str, Any]:
+) -> ResultTable:
     """Compute a table from the values of each system by metric, without rows that have unscored parts."""
-    table_rows = []
+    table_rows: list[ResultRow] = []
     for row in metric_rows:
         if any(part not in values for values in systems for part in row.parts):
             continue
@@ -157,9 +203,9 @@ def compute_table(
 
 def compute_breakdowns(
     title: str, metric_rows: Sequence[MetricRow], systems: Sequence[Mapping[str, Values]], group_of: Mapping[Any, str]
-) -> list[dict[str, Any]]:
+) -> list[ResultTable]:
     """Compute a table per metric, with a row per group of prompts."""
-    tables = []
+    tables: list[ResultTable] = []
     members = {
         name: [key for key, group in group_of.items() if group == name] for name in sorted({*group_of.values()})
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import EvalResult, ModelCard
 from jinja2 import Environment
@@ -26,7 +26,7 @@ from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
 from ..utils.text import markdown_table, markdown_text, number_text, without_nan
-from .paired_results import GenerationResults
+from .paired_results import BenchmarkResults, GenerationResults, Mean, ResultTable, ShownSet
 from .system_images import load_image_file
 
 
@@ -132,13 +132,13 @@ def _render_report(results: GenerationResults) -> Any:
     })  # fmt: skip
 
 
-def metric_table(table: dict[str, Any], names: Sequence[str]) -> str:
+def metric_table(table: ResultTable, names: Sequence[str]) -> str:
     """Format a table of metrics with its title, for systems of these `names`."""
     rows = []
     is_paired = len(names) > 1
     for row in table["rows"]:
         cells = row["cells"]
-        change = row["difference"]
+        change = cast(Mean, row["difference"])  # read for two systems only
         counts = [str(cell["count"]) for cell in [*cells, *[change] * is_paired]]
         label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
         label += " (lower is better)" * (not row["higher_is_better"])
@@ -168,16 +168,16 @@ def benchmark_name(results: GenerationResults) -> str:
     return str(results["benchmark"] or results["dataset"]) + ", published protocol" * is_published
 
 
-def cell_text(cell: dict[str, Any], signed: bool = False) -> str:
+def cell_text(cell: Mean, signed: bool = False) -> str:
     """Format a mean and, in brackets, its interval."""
     mean, low, high = (number_text(number, signed=signed) for number in (cell["mean"], *cell["interval"]))
     return mean if mean == "n/a" else mean + (" (no interval)" if "n/a" in (low, high) else f" [{low}, {high}]")
 
 
-def verdict(cell: dict[str, Any], higher_is_better: bool = True) -> str:
+def verdict(cell: Mean, higher_is_better: bool = True) -> str:
     """Describe a difference: `"yes: better"` or `"yes: worse"` if its interval excludes 0, else `"no"` or `"n/a"`."""
     low, high = cell["interval"]
-    if low is None or math.isnan(low):
+    if low is None or high is None or math.isnan(low):
         return "n/a"
     if low <= 0 <= high:
         return "no"
@@ -254,7 +254,7 @@ def choose_sets(results: GenerationResults, num_shown: int) -> dict[str, list[in
     return {"sets": set_numbers} | ({"copies": most_copied} if most_copied else {})
 
 
-def _gallery_set(results: GenerationResults, set_: dict, labels: dict[str, str], load: Callable) -> dict[str, Any]:
+def _gallery_set(results: GenerationResults, set_: ShownSet, labels: dict[str, str], load: Callable) -> dict[str, Any]:
     """Add images and metric names to a set, first in the order of the table, then other metrics."""
     metric_names = {name for scores in set_["scores"] for name in scores}
     images = {"source": _gallery_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
@@ -303,7 +303,9 @@ def add_results_to_card(card_path: str | Path, results: GenerationResults) -> Pa
         `Path`: the card.
     """
     card_path = check_card(card_path)
-    results = public_results(results)
+    if results["benchmark"] is None:
+        raise ValueError("The results are of your own prompts, but a model card needs results of a benchmark.")
+    results = cast(BenchmarkResults, public_results(results))
     roles = [system["role"] for system in results["systems"]]
     if "tuned" not in roles:
         raise ValueError(f"The results are of {', '.join(roles)}, but a card needs results of a 'tuned' system.")
@@ -348,7 +350,7 @@ def check_card(card_path: str | Path) -> Path:
     return card_path
 
 
-def _eval_results(results: GenerationResults, column: int, task_type: str) -> list[EvalResult]:
+def _eval_results(results: BenchmarkResults, column: int, task_type: str) -> list[EvalResult]:
     dataset = public_name(str(results["dataset"] or results["benchmark"]))
     entries: dict[tuple[str, str], EvalResult] = {}
     for row in (row for table in results["tables"] for row in table["rows"]):

@@ -47,6 +47,11 @@ class ImageSet:
     files: tuple[Path | None, ...]
 
     @property
+    def paths(self) -> list[str | None]:
+        """Return the files as texts, for results."""
+        return [None if file is None else str(file) for file in self.files]
+
+    @property
     def missing(self) -> list[int]:
         """Return the numbers of the missing panels, from 0."""
         files = self.files * (self.rows * self.cols if len(self.files) == 1 else 1)

@@ -13,8 +13,9 @@ from . import t2is_bench as bench
 from .leakage import leakage_text
 from .paired_results import (
     NOTES,
-    GenerationResults,
+    BenchmarkResults,
     MetricRow,
+    ResultTable,
     SampleKey,
     System,
     check_systems,
@@ -37,7 +38,7 @@ def t2is_results(
     dataset_name: str | None = None,
     leakage: dict[str, Any] | None = None,
     protocol: str = "default",
-) -> GenerationResults:
+) -> BenchmarkResults:
     """
     Compute the results of T2IS-Bench: seven dimensions, three groups, their weighted average and the duplicate rate,
     with intervals, by category, and as a paired difference of two systems.
@@ -72,8 +73,8 @@ def t2is_results(
     names: dict[str, list[str]] = {}
     for run in scores[0]:
         names.setdefault(run.settings["kind"], []).append(run.settings["scorer"])
-    tables: list[dict] = []
-    breakdown_by_title: dict[str, dict] = {}  # so that breakdowns that do not depend on the judge occur once
+    tables: list[ResultTable] = []
+    breakdown_by_title: dict[str, ResultTable] = {}  # so that breakdowns that do not depend on the judge occur once
     set_scores: list[dict] = []
     for judge in names["consistency"]:
         judge_runs = [
@@ -121,7 +122,7 @@ def t2is_results(
                 "category": rows[set_.prompt_id].get("category"),
                 "subcategory": rows[set_.prompt_id].get("subcategory"),
                 "source": None,
-                "pictures": [[file and str(file) for file in system.images.sets[key].files] for system in systems],
+                "pictures": [system.images.sets[key].paths for system in systems],
                 "panels": [set_.rows, set_.cols],
                 "scores": [system_scores[key] for system_scores in set_scores],
             }
