@@ -76,7 +76,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
         systems = _generate_systems(args, [base, *adapter_specs], leaks, settings, rows, accelerator)
         with placed_on(models, accelerator.device):
             for system in systems:
-                system.scores = score_images(rewards, rows, system.files, system.folder)
+                system.scores = score_images(rewards, rows, system.images, system.folder)
         if accelerator.is_main_process:
             _write_pages(args, systems, rows, rewards.names)
 
@@ -133,8 +133,8 @@ def _generate_systems(
         if not all(path.exists() for path in files.values()):
             generate_images(spec, settings, rows, files, accelerator, partial(print_message, "evaluate"))
             gc.collect()
-        role = "tuned" if adapter else "base"
-        systems.append(PromptSystem(role, public_name(adapter or spec.model), leak, public_settings, folder, files))
+        role, system_name = "tuned" if adapter else "base", public_name(adapter or spec.model)
+        systems.append(PromptSystem(role, system_name, files, folder, public_settings, leak))
     return systems
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Generic, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import yaml
@@ -29,21 +29,42 @@ CONDITIONS = (
 )  # fmt: skip
 
 
+class SystemEntry(TypedDict):
+    """A system as results have it."""
+
+    role: str
+    name: str
+    settings: dict[str, Any]
+    counts: dict[str, int]
+
+
+Images = TypeVar("Images")
+
+
 @dataclass
-class System:
+class ImageSystem(Generic[Images]):
     """A model that generated images, or a directory of images."""
 
     role: str  # `"base"` or `"tuned"`, or any role for a single system
     name: str  # name in reports
-    images: SystemImages
+    images: Images
     folder: Path  # directory of its scores
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the generation, as far as known
 
-    def entry(self, unanswered: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    def entry_with(self, counts: dict[str, int]) -> SystemEntry:
+        """Return the system as results have it."""
+        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
+
+
+@dataclass
+class System(ImageSystem[SystemImages]):
+    """A model that generated images of a benchmark, or a directory of such images."""
+
+    def entry(self, unanswered: Mapping[str, Sequence[str]]) -> SystemEntry:
         """Return the system as results have it, with counts of its images, missing panels and unanswered sets."""
         counts = {"sets": len(self.images.sets), "missing panels": sum(map(len, self.images.missing.values()))}
         counts |= {f"sets without an answer ({scorer})": len(keys) for scorer, keys in unanswered.items()}
-        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
+        return self.entry_with(counts)
 
 
 class Mean(TypedDict):
@@ -93,7 +114,7 @@ class GenerationResults(TypedDict):
     benchmark: str | None  # `None` for your own prompts
     dataset: str | None
     num_prompts: int
-    systems: list[dict[str, Any]]  # `System.entry`
+    systems: list[SystemEntry]
     scorers: dict[str, list[str]]
     tables: list[ResultTable]
     breakdowns: list[ResultTable]

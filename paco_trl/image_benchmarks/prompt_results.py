@@ -24,7 +24,7 @@ def prompt_results(
         for name, label in labels.items()
     ]
     alerts = [
-        f"{name} gave no score for {count} of {len(system.files)} images of {system.name}, which are left out of its "
+        f"{name} gave no score for {count} of {len(system.images)} images of {system.name}, which are left out of its "
         "results."
         for system in systems
         for name in names
@@ -64,16 +64,16 @@ def _sets(
     dataset = rows.dataset
     prompt_ids = dataset["id"] if "id" in dataset.column_names else [f"prompt {row + 1}" for row in range(len(rows))]
     layouts = dataset["layout"] if "layout" in dataset.column_names else [None] * len(rows)
-    has_several = len(systems[0].files) > len(rows)
+    has_several = len(systems[0].images) > len(rows)
     return [
         {
             "key": f"{prompt_ids[row]}" + f", image {image + 1}" * has_several,
             "prompt": rows.prompts[row],
             "source": None if rows.sources is None else str(sources / f"{row}.png"),
-            "pictures": [[str(system.files[row, image])] for system in systems],
+            "pictures": [[str(system.images[row, image])] for system in systems],
             "panels": list(rows.layouts[row]),
             "is_separate": layouts[row] == SEPARATE,
             "scores": [{name: values[name][row, image] for name in metrics} for values in columns],
         }
-        for row, image in systems[0].files
+        for row, image in systems[0].images
     ]

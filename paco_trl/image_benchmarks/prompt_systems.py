@@ -31,7 +31,7 @@ from ..rollout.prompt_rows import PromptRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..utils.names import public_name
-from .paired_results import SampleKey
+from .paired_results import ImageSystem, SampleKey, SystemEntry
 from .score_store import open_scores
 
 
@@ -40,15 +40,10 @@ ImageIndex = tuple[int, int]
 
 
 @dataclass
-class PromptSystem:
+class PromptSystem(ImageSystem[dict[ImageIndex, Path]]):
     """The base model or an adapter, with its images and their scores."""
 
-    role: str  # `"base"` or `"tuned"`
-    name: str  # name in reports
-    leak: str | None  # warns that it was trained on a prompt
-    settings: dict[str, Any]  # settings of the images, as reports show them
-    folder: Path
-    files: dict[ImageIndex, Path]
+    leak: str | None = None  # warns that it was trained on a prompt
     scores: dict[str, dict[SampleKey, float]] = field(default_factory=dict)  # by reward; NaN where it gave none
 
     def count_failures(self, reward: str) -> int:
@@ -57,14 +52,12 @@ class PromptSystem:
 
     def sum_scores(self) -> dict[SampleKey, float]:
         """Sum the rewards of each image; NaN if any gave none."""
-        return {index: sum(values[index] for values in self.scores.values()) for index in self.files}
+        return {index: sum(values[index] for values in self.scores.values()) for index in self.images}
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> SystemEntry:
         """Return the system as results have it, with the number of its images and of those without a score."""
-        counts = {"images": len(self.files)} | {
-            f"images without {name}": self.count_failures(name) for name in self.scores
-        }
-        return {"role": self.role, "name": self.name, "settings": self.settings, "counts": counts}
+        failures = {f"images without {name}": self.count_failures(name) for name in self.scores}
+        return self.entry_with({"images": len(self.images)} | failures)
 
 
 def find_leak(spec: PipelineSpec, rows: PromptRows) -> str | None:

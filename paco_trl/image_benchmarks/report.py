@@ -26,7 +26,7 @@ from ..utils.files import read_record, read_template, write_atomically
 from ..utils.images import data_url
 from ..utils.names import public_name, public_text
 from ..utils.text import markdown_table, markdown_text, number_text, without_nan
-from .paired_results import BenchmarkResults, GenerationResults, Mean, ResultTable, ShownSet
+from .paired_results import BenchmarkResults, GenerationResults, Mean, ResultTable, ShownSet, SystemEntry
 from .system_images import load_image_file
 
 
@@ -184,7 +184,7 @@ def verdict(cell: Mean, higher_is_better: bool = True) -> str:
     return "yes: better" if (low > 0) == higher_is_better else "yes: worse"
 
 
-def system_name(system: dict[str, Any]) -> str:
+def system_name(system: SystemEntry) -> str:
     """Return the name of a system and its role."""
     return system["name"] if system["name"] == system["role"] else f"{system['name']} ({system['role']})"
 
