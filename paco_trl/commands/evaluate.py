@@ -103,6 +103,12 @@ def _find_images(args, folder: str, benchmark: Dataset, images: str | None = Non
     return find_generated_sets(Path(folder) / "images", benchmark, *seeds_and_size), settings
 
 
+def _check_references(benchmark: Dataset) -> None:
+    """Read the headers of reference images, so that a broken one shows before the pipeline is loaded."""
+    if "references" in benchmark.column_names:
+        SourceImages(benchmark, "the benchmark", "references")
+
+
 def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec: PipelineSpec | None = None) -> Job:
     """Check and lock the directory of a system, by default the one in the options; return what generates its images."""
     spec = args.read_loading_spec() if spec is None else spec
@@ -120,8 +126,7 @@ def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec
     settings["prompts"] = digest_of_prompts(benchmark)
     if args.benchmark != "gedit":
         image_sizes(benchmark, args.height, args.width)
-    if "references" in benchmark.column_names:
-        SourceImages(benchmark, "the benchmark", "references")  # reads their headers
+    _check_references(benchmark)
     locks.enter_context(sole_writer(args.output_dir, "images"))
     folder = StageFolder(args.output_dir, settings)
     call |= {"height": args.height, "width": args.width} | panels
@@ -188,8 +193,13 @@ def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list
         else:
             cast(ServedJudge, arguments.load_judge(args, name, url)).check()
     if args.aesthetics_head is not None:
-        AestheticScorer(args.aesthetics_head, args.clip_model, "cpu")  # loads everything, since it is small
+        _check_aesthetics(args.aesthetics_head, args.clip_model)
     return tasks_by_judge
+
+
+def _check_aesthetics(head: str, clip_model: str) -> None:
+    """Load the aesthetic predictor, which is small, so that a wrong one shows before a judge is loaded."""
+    AestheticScorer(head, clip_model, "cpu")
 
 
 def _score_t2is(

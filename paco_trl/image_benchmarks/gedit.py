@@ -109,7 +109,7 @@ def score_edits(
     """
     prompting = edit_protocol(protocol, gedit_repo)
     max_attempts = prompting.max_attempts if max_attempts is None else max_attempts
-    sources = _sources_of(prompts)
+    sources = _read_sources(prompts)
     row_by_key = {key: row for row, key in enumerate(edit_keys(prompts))}
     instructions = prompts.with_format(None)["prompt"][:]
 
@@ -144,14 +144,16 @@ def score_edits(
     return scores
 
 
-def check_gedit_prompts(prompts: Dataset) -> None:
-    """Reject prompts whose edits could be generated, but not scored and reported."""
-    _sources_of(prompts)
+def check_gedit_prompts(prompts: Dataset) -> SourceImages:
+    """Reject prompts whose edits could be generated, but not scored and reported; return their source images."""
+    sources = _read_sources(prompts)
     if "task_type" not in prompts.column_names or None in prompts["task_type"][:]:
         raise ValueError("GEdit-Bench averages over task types, so all prompts need a `task_type`. Add it.")
+    return sources
 
 
-def _sources_of(prompts: Dataset) -> SourceImages:
+def _read_sources(prompts: Dataset) -> SourceImages:
+    """Read the headers of the source images, of which the judge takes one per prompt."""
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -258,8 +260,7 @@ def gedit_results(
     Returns:
         `BenchmarkResults`: all results as JSON values, for [`save_generation_report`].
     """
-    check_gedit_prompts(prompts)
-    sources = SourceImages(prompts, "the prompts")
+    sources = check_gedit_prompts(prompts)
     prompts = prompts.with_format(None)
     runs = [
         read_scores(system.folder, _digests(prompts, sources, system.images), benchmark=BENCHMARK, protocol=protocol)
