@@ -25,7 +25,7 @@ from ..generation.grids import image_sizes
 from ..generation.image_files import digest_of_prompts
 from ..generation.inference import PipelineSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
-from ..image_benchmarks.gedit_protocols import edit_protocol
+from ..image_benchmarks.gedit_protocols import load_edit_protocol
 from ..image_benchmarks.report import check_card
 from ..image_benchmarks.system_images import SystemImages, find_generated_sets, write_panel_files
 from ..rewards import ServedJudge
@@ -45,7 +45,7 @@ from .evaluate_prompts import evaluate_prompts
 from .options import find_unused
 
 
-_SYSTEM_FILE = "system.json"  # has the directory of images that were generated elsewhere
+_SYSTEM_FILE = "system.json"  # records the directory of images from elsewhere
 
 Job = Callable[[], None]  # the work of a stage, once its checks have passed
 
@@ -110,7 +110,7 @@ def _check_references(benchmark: Dataset) -> None:
 
 
 def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec: PipelineSpec | None = None) -> Job:
-    """Check and lock the directory of a system, by default the one in the options; return what generates its images."""
+    """Check and lock the directory of a system, by default that of the options; return the generating job."""
     spec = args.read_loading_spec() if spec is None else spec
     benchmark = _load_as_trained(args, spec)
     panels = {}
@@ -148,10 +148,10 @@ def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec
 
 
 def prepare_scoring(args: arguments.ScoreArguments) -> Job:
-    """Check the judges of a system's images; return what scores them."""
+    """Check the judges of a system's images; return the job that scores the images."""
     is_gedit = args.benchmark == "gedit"
     benchmark = _load_benchmark(args)
-    scorers: Any = _edit_judge(args, benchmark) if is_gedit else _judges(args)
+    scorers: Any = _prepare_edit_judge(args, benchmark) if is_gedit else _prepare_judges(args)
 
     def score() -> None:
         images, _ = _find_images(args, args.output_dir, benchmark, args.images)
@@ -171,15 +171,15 @@ def prepare_scoring(args: arguments.ScoreArguments) -> Job:
     return score
 
 
-def _edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
-    edit_protocol(args.protocol, args.gedit_repo)
+def _prepare_edit_judge(args: arguments.ScoreArguments, benchmark: Dataset) -> ChatEndpoint:
+    load_edit_protocol(args.protocol, args.gedit_repo)
     check_gedit_prompts(benchmark)
     endpoint = ChatEndpoint(str(args.judge_url), (args.judges or [""])[0], args.api_key_variable, args.max_concurrency)
     endpoint.check()
     return endpoint
 
 
-def _judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list]:
+def _prepare_judges(args: arguments.ScoreArguments) -> dict[tuple[str, str | None], list]:
     """Map the name and address of each judge to its scoring functions, and check that each is available."""
     # One model at a time, and only once if it scores both alignment and consistency
     tasks_by_judge: dict[tuple[str, str | None], list] = {}
@@ -248,7 +248,7 @@ def _find_leakage(args: arguments.ReportArguments, benchmark: Dataset) -> dict |
 
 
 def prepare_report(args: arguments.ReportArguments) -> Job:
-    """Check the card and the training data; return what reports one system, or two and their difference."""
+    """Check the card and the training data; return the job that reports one system, or two and their difference."""
     if args.card is not None:
         check_card(args.card)
     benchmark = _load_benchmark(args)

@@ -59,7 +59,7 @@ BENCHMARKS = {
     "edit_reward": "EditScore/EditReward-Bench",
     "vc_reward": "GEditBench-v2/VCReward-Bench",
     "editreward_compass": "DogNeverSleep/EditReward-Compass",
-    "mmrb2": "edit.json",  # which its build script writes
+    "mmrb2": "edit.json",  # written by its build script
 }
 # Options only for a judge in the process
 OF_JUDGES = ("judge_quantization", "judge_attn_implementation")
@@ -93,7 +93,7 @@ class JudgeOptions(RequestArguments):
 
 
 def load_judge(args: JudgeOptions, name: str, url: str | None) -> "PaCoReward | ServedJudge":
-    """Load a judge into the process, or create a client for one at `url`, without a check."""
+    """Load a judge into the process, or create a client of a judge at `url`, without a check."""
     if url is not None:
         from ..rewards import ServedJudge
 
@@ -206,7 +206,7 @@ class ScoredArguments(BenchmarkArguments):
     )
 
     def errors(self) -> Iterator[OptionError]:
-        """Find a benchmark that is scored elsewhere."""
+        """Yield an error for a benchmark that is scored elsewhere."""
         if self.benchmark == "stories":
             message = "ViStoryBench's evaluator scores them: `generate --panel_files True` writes its input."
             yield OptionError(message, "benchmark")
@@ -221,7 +221,7 @@ class GenerateArguments(PipelineArguments, PanelOptions, BenchmarkArguments):
     panel_files: bool = option(
         False, "Whether to also write panels as T2IS-Bench's or ViStoryBench's script reads them."
     )
-    output_dir: str = option("evaluation/base", "Directory of the system. Each system needs its own.")
+    output_dir: str = option("evaluation/base", "Directory of the system. Each system needs a directory of its own.")
 
     def errors(self) -> Iterator[OptionError]:
         """Yield errors of contradictory options."""
@@ -250,7 +250,7 @@ class ScoringOptions(ScoredArguments, JudgeOptions):
 
 @dataclass
 class ScoreArguments(ScoringOptions):
-    """Scores of one system. Rerun it to add others."""
+    """Scores of one system. Rerun the stage to add other scores."""
 
     output_dir: str = option("evaluation/base", "Directory of the system.")
     images: str | None = option(
@@ -352,11 +352,9 @@ class JudgeArguments(JudgeOptions):
     )
     template: str | None = option(
         None,
-        "Question about rankings: `theme`, `criteria` or `plain`. If `None`, the one that the judge was trained on, "
-        "if its `paco_trl.json` has one, else `theme`; `plain` with the published protocol. With pairs of edits "
-        "`words:editscore` and the like, as in `--rewards`, for a served judge that answers in words; with "
-        "`vc_reward` also the prompt, a YAML file of GEditBench v2, that shows it both edits; if `None`, each edit is "
-        "scored on its own by P(Yes).",
+        "Rankings: `theme`, `criteria` or `plain`; default: the judge's own question, else `theme` (`plain` with the "
+        "published protocol). Edits: `words:editscore` and the like, as in `--rewards`, or for `vc_reward` a YAML "
+        "prompt of GEditBench v2 about both edits; default: P(Yes) of each edit.",
     )
     judge_answers: int = option(1, JUDGE_ANSWERS)
     output_dir: str = option("results", "Directory for the scores, `results.json` and `results.md`.")

@@ -5,7 +5,8 @@ were held out of its training, or on pairs of edits.
 
 With `--judge_url` the judge is on a server. `--protocol published` queries and counts as the published scripts do, for
 figures that are comparable with the paper's. Interrupted runs resume, and a judge of the same name with new weights
-has scores of its own (delete those of a judge on a server). Run several judges into one directory to compare them.
+is scored anew (if it is on a server, delete its old scores first). Run several judges into one directory to compare
+them.
 """
 
 import os
@@ -58,8 +59,8 @@ def load_scorer(script_args: JudgeArguments):
 
 
 def evaluate(script_args: JudgeArguments) -> None:
-    """Evaluate a judge, and report its results beside others in the same directory."""
-    if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # each would score all, into one file
+    """Evaluate a judge, and report its results beside earlier results in the directory."""
+    if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # each process would score all rows, into one file
         message = f"`--num_processes` is {count}, but a judge is evaluated by one process. Leave it out; a judge on a "
         message += "server (`--judge_url`) may use several GPUs."
         raise OptionError(message, "num_processes")

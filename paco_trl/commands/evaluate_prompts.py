@@ -82,7 +82,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
 
 
 def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArguments, PromptRows, dict[str, Any]]:
-    """Read the prompts; return them with the options of training that they have, and the settings of all images."""
+    """Read the prompts; return their options as training has them, their rows, and the settings of all images."""
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     class_name = class_name if isinstance(class_name, str) else class_name[-1]
     family = FAMILIES.get(class_name)
@@ -102,7 +102,7 @@ def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArgume
     check_panel_options(*(settings[name] for name in PANEL_OPTIONS))
     rows = PromptRows(dataset, SimpleNamespace(**settings, resolution_scale=1.0), "the dataset")
     check_sizes(args, args, rows.dataset)
-    del settings["set_layout"]  # the rows have it
+    del settings["set_layout"]  # each row has its layout
     if not rows.has_separate:
         raise_errors(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
         settings = {name: value for name, value in settings.items() if name not in PANEL_OPTIONS}
@@ -143,7 +143,7 @@ def _write_pages(
 ) -> None:
     """Write and print the results of each adapter beside its base model, or of the base model alone."""
     sources = Path(args.output_dir) / "base" / "sources"  # source images of prompts
-    rows.sources = rows.sources or rows.references  # whether or not any image was missing
+    rows.sources = rows.sources or rows.references  # also if no pipeline was loaded, since no image was missing
     for number in range(len(rows)):
         for image in rows.images(number)[:1]:
             write_atomically(sources / f"{number}.png", to_png(image))

@@ -4,7 +4,8 @@ Evaluation of judges against human preferences, and of models trained at a reduc
 
 A scorer is any object with `score(images, prompts) -> list[float]` and a `name` (str), for example
 [`~paco_trl.PaCoReward`] or the baseline [`ClipIScorer`]. `images` is a list of `(first, second)` pairs of PIL images,
-`prompts` has one question per pair, and a higher score means more consistent.
+`prompts` has one question per pair, and a higher score means more consistent. `ScorerTraits` in
+`evaluation/scoring.py` lists the attributes that a scorer may also have.
 """
 
 from typing import TYPE_CHECKING

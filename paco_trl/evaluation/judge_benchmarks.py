@@ -22,7 +22,7 @@ from ..utils.text import read_json, shorten
 
 logger = logging.getLogger(__name__)
 
-# Benchmark -> its columns of images, and others
+# Benchmark -> its columns of images, and its other columns
 LAYOUTS = {
     "rankings": (["reference", "candidates", "images"], []),
     "edits": (["reference", "candidates"], ["ranking", "prompt", "dimension"]),
@@ -49,18 +49,20 @@ def load_rankings(benchmark: str, path: str | Path, split: str = "train", config
 
     Args:
         benchmark (`str`):
-            Which one, in the layout that its script reads.
+            Name of the benchmark, whose data have the layout that its own script reads.
 
             - `"rankings"`: ConsistencyRank ([`~paco_trl.data.load_consistency_rank`]), or your own rankings.
             - `"edits"`: your own rankings of pairs of edits.
             - `"edit_reward"`: EditScore's EditReward-Bench (not TIGER-Lab's): `key` (names of two edits),
               `instruction`, `input_image`, `output_images` (the preferred one first), `task_type`, `dimension`. Rows
-              that share an edit, directly or through others, are a `group`; below those with one instruction.
+              that share an edit, directly or through other rows, form a `group`. In the benchmarks below, rows that
+              share an instruction form one.
             - `"vc_reward"`: VCReward-Bench: `instruction`, `source_image`, `edited_images` (two), `winner` (`Image A`
               or `Image B`), `task`.
             - `"editreward_compass"`: EditReward-Compass: `prompt`, `dimension` (`IA` or `VC`; `VQ`, visual quality, is
               left out), `label` (`preference` or `tie`), and relative paths `source_image`, `winner`, `loser`.
-            - `"mmrb2"`: the `edit.json` that MMRB2's build script writes, its pairs with one image each.
+            - `"mmrb2"`: the `edit.json` that MMRB2's build script writes. Pairs with several sources or
+              several images of an edit are left out.
         path (`str` or `Path`), split (`str`, *optional*, defaults to `"train"`), config (`str`, *optional*):
             Hub id, directory or file; its split, and its configuration if it has several.
 

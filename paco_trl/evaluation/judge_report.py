@@ -74,7 +74,7 @@ def _group_entries(entries: list[dict[str, Any]]) -> dict[tuple[str, str], list[
 def _row(entry: dict[str, Any], name: str, has_templates: bool) -> list[str]:
     settings = entry["settings"]
     rows = str(entry["num_instances"])
-    num_ties = entry.get("num_ties")  # not of pairs
+    num_ties = entry.get("num_ties")  # pairs have none
     if "metrics" in entry:
         cells = [*entry["metrics"].values()]
         undefined = entry.get("num_undefined_correlations")
@@ -97,9 +97,9 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
     """
     Write results to `results.json` and, as tables, to `results.md`.
 
-    Existing results in the directory are kept, unless they have the same settings and are replaced: write several
-    scorers, or one with other weights, dtypes or quantizations, to the same directory to compare them. `results.json`
-    has the results, their settings and package versions, with `null` for NaN.
+    Results with the same settings are replaced, and other results in the directory are kept. To compare several
+    scorers, or one scorer with other weights, dtypes or quantizations, write their results to the same directory.
+    `results.json` has the results, their settings and package versions, with `null` for NaN.
 
     Args:
         results (`dict[str, Any]`):

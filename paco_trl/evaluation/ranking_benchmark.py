@@ -27,13 +27,13 @@ _METRICS = ("accuracy", "kendall_tau", "spearman_rho", "top1_bottom1")
 IMAGE_COLUMNS = ("reference", "candidates")
 _COLUMNS = ("prompt", "theme", "criteria", "ranking", "group", "id")
 _COLUMNS += ("dimension", "task_type", "candidate_ids", "is_tie")  # of pairs of edits
-# Protocol -> benchmarks of pairs of edits that have it
+# Protocol -> benchmarks of pairs of edits for which it exists
 EDIT_BENCHMARKS = {
     "default": ("edits", "edit_reward", "vc_reward", "editreward_compass", "mmrb2"),
     "published": ("edit_reward",),
 }
 _DIMENSIONS = ("prompt_following", "consistency", "overall")
-# Protocol -> question of each dimension, `overall` having all: of the editing reward, and of the published evaluation
+# Protocol -> question of each dimension, from the editing reward or the published evaluation. `overall` asks both
 _QUESTIONS = {
     "default": {"prompt_following": "edit_following", "consistency": "edit_consistency"},
     "published": {"prompt_following": "edit_reward_bench_following", "consistency": "edit_reward_bench_consistency"},
@@ -65,10 +65,10 @@ def evaluate_rankings(
 
     `protocol="published"` repeats the scripts behind the paper's figures, and only its results compare with
     [`published_tables`]. `<img1>: ` and `<img2>: ` are before the images, a score is 0 if no answer is among the 20
-    likeliest tokens, and transparency is dropped instead of put on white. ConsistencyRank's has the question of
-    `template="plain"`, and the tau and rho of [`list_order_metrics`]. EditReward-Bench's has two questions for a
-    one-word answer, with P(Yes) summed over yes, Yes, YES, y and Y, and P(No) over no, No, NO, n and N. (The script
-    also counts the token that it samples at random.)
+    likeliest tokens, and transparency is dropped instead of put on white. For ConsistencyRank, the judge is asked the
+    question of `template="plain"`, and tau and rho are those of [`list_order_metrics`]. For EditReward-Bench, it is
+    asked two questions for a one-word answer, with P(Yes) summed over yes, Yes, YES, y and Y, and P(No) over no, No,
+    NO, n and N. (The script also counts the token that it samples at random.)
 
     Args:
         scorer (`Any`):
@@ -83,10 +83,10 @@ def evaluate_rankings(
             first), `prompt`, and optionally `theme`, `criteria`, `group` (rows that are not independent) and `id`.
 
             Pairs of edits also have `dimension` (`prompt_following`, `consistency` or `overall`), and optionally
-            `task_type`, `candidate_ids` (two names; one that rows share is scored once) and `is_tie` (whether people
-            see a tie: scores must differ by less than 1e-5).
+            `task_type`, `candidate_ids` (two names; an edit is scored once, even if several rows have its name) and
+            `is_tie` (whether people see a tie: scores must differ by less than 1e-5).
         template (`str`, *optional*):
-            Question about each pair, but not of edits. If `None`, the one that the judge was trained on, if its
+            Question about each pair; not for edits. If `None`, the question that the judge was trained on, if its
             `paco_trl.json` records a single one, otherwise `"theme"`; with `protocol="published"` `"plain"`.
 
             - `"theme"`: whether style, logic and identity are consistent, given the theme of an image-set prompt, or
@@ -102,7 +102,7 @@ def evaluate_rankings(
             [`~paco_trl.rewards.ServedJudge`]), or one that ignores questions.
         benchmark (`str`, *optional*):
             Name of the benchmark in [`load_rankings`]. If `None`, `"rankings"` or, with `dimension`, `"edits"`.
-            Accuracies are averaged over task types with `"edit_reward"`, over rows with others, like in their scripts.
+            As in the benchmarks' scripts, accuracies are averaged over rows, but with `"edit_reward"` over task types.
 
     Returns:
         `dict[str, Any]`: `settings`, `num_instances` (rows), `num_groups` and `num_unanswered` (questions without an
@@ -153,7 +153,7 @@ def evaluate_rankings(
 
 
 def _template_of(scorer: Any, template: str | None, protocol: str, has_edits: bool) -> str | None:
-    """Return the name of the questions, or the judge's own; `None` for those of a dimension."""
+    """Return the template, or the judge's own question or prompt; `None` if each dimension has its question."""
     traits = read_traits(scorer)
     if has_edits:
         if template is not None:
@@ -185,12 +185,12 @@ def _with_defaults(index: int, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with its optional columns."""
     ids = [f"{index}/{position}" for position in range(len(row["ranking"]))]
     defaults = {"id": str(index), "group": index, "candidate_ids": ids, "task_type": "", "is_tie": False}
-    # Rows of JSON lines may lack what others have
+    # A row of JSON lines may lack columns of other rows
     return defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
 
 
 def _questions(row: Mapping[str, Any], template: str) -> list[list[str]]:
-    """Return the questions about each pair of a row, whose score is the mean over lists of each list's mean."""
+    """Return lists of questions about each pair of a row. A score is the mean over lists of the mean in a list."""
     if template == "theme":  # the question that `rankings_to_pairs` trains on
         return [[default_question(row)]]
     if template != "criteria":
@@ -236,7 +236,7 @@ def _ranking_results(records: list[dict[str, Any]], groups: Sequence[Hashable]) 
 
 
 def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
-    """Check the columns of pairs of edits that other rankings do not have."""
+    """Check the columns that only pairs of edits have."""
     check_values(dataset, "dataset", "dimension", _DIMENSIONS.__contains__, f"one of {', '.join(_DIMENSIONS)}")
     check_values(dataset, "dataset", "task_type", lambda value: isinstance(value, str), "a text")
     check_values(dataset, "dataset", "is_tie", lambda value: isinstance(value, bool | None), "true or false")
@@ -253,7 +253,7 @@ def _check_edits(dataset: Dataset, rows: list[dict[str, Any]]) -> None:
 
 
 def _score_edits(run: ScoringRun, rows: list[dict[str, Any]]) -> list[Sequence[float]]:
-    """Score both candidates of each row, in one comparison or each by the questions of the rows that have it."""
+    """Score both candidates of each row in one comparison, or each candidate by the questions of all its rows."""
     if run.traits.compares:
         items = [RecordQuestions(index, index, [((0, 1), row["prompt"])]) for index, row in enumerate(rows)]
         records = run.score("row", items, lambda item, scores: {"row": item.key, "first": scores[0]})
@@ -299,7 +299,7 @@ def _edit_score(dimension: str, scores: dict[str, float] | None) -> float:
 
 
 def _hits(row: Mapping[str, Any], scores: Sequence[float]) -> tuple[float, float]:
-    """Return whether scores agree with people, strictly, and if ties also count."""
+    """Return whether scores agree with people, first strictly, then with ties counted."""
     preferred, rejected = (scores[index] for index in row["ranking"])
     if row["is_tie"]:
         return (float(abs(preferred - rejected) < _TIE),) * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring of a dataset by a judge or another scorer: its images, its calls, and what a mean of scores is."""
+"""Scoring of a dataset's images by a judge or another scorer, and means of scores with their intervals."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ PUBLISHED_LABELS = ("<img1>: ", "<img2>: ")
 
 def _without_alpha(image: Image.Image, where: str) -> Image.Image:
     image = image.convert("RGB")
-    image.info.pop("transparency", None)  # or `to_rgb` would still put this color on white
+    image.info.pop("transparency", None)  # otherwise `to_rgb` would still put this color on white
     return image
 
 
@@ -63,7 +63,7 @@ class RowImages:
                         opened_paths.add(path)
 
     def _sources(self, index: int) -> list[tuple[str, Any]]:
-        """Return the stored images of a row, each after its name for errors."""
+        """Return a name for errors and the stored image, for each image of a row."""
         (row,) = self.dataset[index].to_pylist()
         named_sources: list[tuple[str, Any]] = []
         for column in self.columns:
@@ -215,7 +215,7 @@ class ScoringRun:
         questions: list[str],
         answers: tuple[Sequence[str], Sequence[str]],
     ) -> list[tuple[Any, bool]]:
-        """Return the score of each pair, and whether an answer is missing: then it is 0, or `None` of an edit judge."""
+        """Return the score of each pair, and whether its answer is missing: a score of 0, or `None` about edits."""
         scores: list[tuple[Any, bool]] = []
         if self.protocol == "published" and self.traits.reads_questions:
             for tokens in self.scorer.top_logprobs(pairs, questions, PUBLISHED_LABELS):

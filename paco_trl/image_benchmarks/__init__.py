@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Evaluation of image models on T2IS-Bench and GEdit-Bench: find or generate images, score them, and compare systems.
+Evaluation of image models on T2IS-Bench, GEdit-Bench and your own prompts: find or generate images, score them, and
+compare systems.
 """
 
 from typing import TYPE_CHECKING

@@ -84,7 +84,7 @@ class Comparison:
         check_panel_generation(panel_generation, type(pipeline).__name__, self.family)
 
     def parse(self, prompt: str) -> ImageSetPrompt | None:
-        """Parse the panels of a prompt. For separate images, the first line is the theme, and each other a panel."""
+        """Parse a prompt into panels. For separate images, the first line is the theme, each further line a panel."""
         if len(prompt) > MAX_CHARACTERS:
             return None
         if self.panel_template is not None:

@@ -18,7 +18,7 @@ from ..utils.chat import ChatEndpoint, ChatRequest
 from ..utils.files import digest, write_atomically
 from ..utils.images import to_png
 from ..utils.text import join_first, shorten
-from .gedit_protocols import PLACEHOLDER, EditProtocol, compute_overall, edit_protocol
+from .gedit_protocols import PLACEHOLDER, EditProtocol, compute_overall, load_edit_protocol
 from .leakage import leakage_text
 from .paired_results import (
     NOTES,
@@ -44,7 +44,7 @@ METRICS = {
 }
 LANGUAGES = {"en": "English", "cn": "Chinese"}
 _QUESTIONS = ("semantic", "quality")
-# Answers without a readable one after which scoring stops
+# Scoring stops after this many answers if none of them is readable
 _MAX_UNREADABLE = 24
 
 
@@ -107,7 +107,7 @@ def score_edits(
         EndpointUnavailableError: If the judge cannot be queried. Earlier answers are kept.
         ValueError: If no answer is readable.
     """
-    prompting = edit_protocol(protocol, gedit_repo)
+    prompting = load_edit_protocol(protocol, gedit_repo)
     max_attempts = prompting.max_attempts if max_attempts is None else max_attempts
     sources = _read_sources(prompts)
     row_by_key = {key: row for row, key in enumerate(edit_keys(prompts))}
@@ -153,7 +153,7 @@ def check_gedit_prompts(prompts: Dataset) -> SourceImages:
 
 
 def _read_sources(prompts: Dataset) -> SourceImages:
-    """Read the headers of the source images, of which the judge takes one per prompt."""
+    """Read the headers of the source images, and reject a prompt with several, since the judge sees one."""
     sources = SourceImages(prompts, "the prompts")
     if sources.max_count > 1:
         raise ValueError(
@@ -166,7 +166,7 @@ def _read_sources(prompts: Dataset) -> SourceImages:
 def _query(
     endpoint: ChatEndpoint, store: ScoreStore, request: Callable, protocol: EditProtocol, max_attempts: int
 ) -> None:
-    """Query the judge about this process's share of the questions, and repeat those with unreadable answers."""
+    """Ask the judge this process's share of the questions, and repeat questions with unreadable answers."""
     if not (names := store.pending):
         return
     endpoint.check()
@@ -233,7 +233,7 @@ def gedit_results(
     protocol: str = "default",
 ) -> BenchmarkResults:
     """
-    Compute the results of GEdit-Bench: for each language, over all instructions and over those with `intersection`,
+    Compute the results of GEdit-Bench: for each language, over all instructions and over the `intersection` subset,
     the mean over task types of the mean over their edits, with intervals, by task type, and as a paired difference of
     two systems.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 Questions to a judge about edits and the parsing of its answers: this project's questions, in the structure of
-GEdit-Bench and VIEScore, or those of GEdit-Bench's script. docs/evaluate.md lists the differences.
+GEdit-Bench and VIEScore, or the questions of GEdit-Bench's script. docs/evaluate.md lists the differences.
 """
 
 import ast
@@ -28,7 +28,7 @@ PLACEHOLDER = "<instruction>"
 SEMANTIC, QUALITY = (read_template(f"gedit_{name}.txt").rstrip() for name in ("semantic", "quality"))
 # As in the script: one attempt, and another if the answer is unreadable
 PUBLISHED_ATTEMPTS = 2
-_BEST = 10  # score
+_BEST = 10  # highest score
 # Pixels of images for the judge, as in the benchmark's script
 _AREA = 512 * 512
 # Temperature of later attempts. At 0 the same unreadable answer would come back
@@ -52,8 +52,8 @@ class EditProtocol(NamedTuple):
     max_attempts: int
 
 
-def edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
-    """Return a protocol. The published one reads its prompts from a clone of the benchmark."""
+def load_edit_protocol(protocol: str, gedit_repo: str | Path | None) -> EditProtocol:
+    """Return a protocol. The published protocol reads its prompts from a clone of the benchmark."""
     check_protocol(protocol)
     if (protocol == "published") != (gedit_repo is not None):
         raise ValueError(

@@ -10,8 +10,8 @@ from ..utils.text import join_first, split_words
 
 # Words per shingle
 _SHINGLE_WORDS = 5
-# Fraction of the shorter text's shingles that the other must share. The two nearest of 298 prompts of T2IS-Bench share
-# 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, (1 - 0.1) ** 5
+# Fraction of the shorter text's shingles that the longer text must share. The two nearest of 298 prompts of T2IS-Bench
+# share 0.08; a prompt with every tenth word replaced keeps about 0.6 of its shingles, (1 - 0.1) ** 5
 NEAR_DUPLICATE = 0.3
 # Shingles that two texts must share. Different texts by the same author share set phrases: two of the prompts above up
 # to 13 shingles, and edit instructions up to 18 ("while keeping the ... unchanged")
@@ -22,9 +22,9 @@ def find_leaks(training: Sequence[str], benchmark: Sequence[str], ids: Sequence[
     """
     Find prompts of a benchmark that occur in the training data, exactly or nearly.
 
-    Two texts are near-duplicates if they share at least 20 sequences of five words, and at least 0.3 of those of the
-    shorter text, so that for short texts only exact matches are found. Case, punctuation and whitespace are ignored;
-    Chinese and Japanese characters are words.
+    Two texts are near-duplicates if they share at least 20 sequences of five words, and at least 0.3 of the sequences
+    of the shorter text, so that for short texts only exact matches are found. Case, punctuation and whitespace are
+    ignored; Chinese and Japanese characters are words.
 
     Args:
         training (`Sequence[str]`), benchmark (`Sequence[str]`), ids (`Sequence[str]`):

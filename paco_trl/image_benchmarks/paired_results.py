@@ -186,7 +186,7 @@ def compute_difference(
     weights: Sequence[float] | None = None,
     strata: Mapping[SampleKey, Hashable] | None = None,
 ) -> Mean:
-    """Compute the paired difference of two systems, second minus first, over the units of both."""
+    """Compute the paired difference of two systems, second minus first, over the units that both have."""
     differences = [
         {unit: second_part[unit] - value for unit, value in first_part.items() if unit in second_part}
         for first_part, second_part in zip(first, second, strict=True)
@@ -242,7 +242,7 @@ def compute_breakdowns(
 
 
 def check_systems(systems: Sequence[System], scores: Sequence[Sequence[Scores]], missing: str, protocol: str) -> None:
-    """Reject systems with missing images, unless they count 0, and systems that are not comparable."""
+    """Reject systems with missing images, unless such images count 0, and systems that are not comparable."""
     check_protocol(protocol)
     for system in systems if missing == "error" else ():
         system.images.check_complete()

@@ -61,7 +61,7 @@ class PromptSystem(ImageSystem[dict[ImageIndex, Path]]):
 
 
 def find_leak(spec: PipelineSpec, rows: PromptRows) -> str | None:
-    """Find an evaluation prompt that a trained model saw: the first of its training, by its record."""
+    """Return a warning if the first training prompt of a model, by its record, is an evaluation prompt."""
     prompt = spec.card.prompt if spec.card else None
     first = prompt[0] if isinstance(prompt, list) else prompt
     row = next((image.row_index for image in rows.image_prompts if image.prompt == first), None)

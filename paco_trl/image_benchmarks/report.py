@@ -45,8 +45,8 @@ def save_generation_report(results: GenerationResults, output_dir: str | Path, n
     """
     Write the report of an evaluation: `results.json`, `results.md` and the self-contained page `report.html`.
 
-    `results.json` has `null` for NaN. Paths of images are relative to `output_dir` if they are in its parent; of
-    others only the name is kept.
+    `results.json` has `null` for NaN. Paths of images in the parent of `output_dir` are relative to
+    `output_dir`; of other paths only the name is kept.
 
     Args:
         results (`dict`):
@@ -138,7 +138,7 @@ def metric_table(table: ResultTable, names: Sequence[str]) -> str:
     is_paired = len(names) > 1
     for row in table["rows"]:
         cells = row["cells"]
-        change = cast(Mean, row["difference"])  # read for two systems only
+        change = cast(Mean, row["difference"])  # only read if there are two systems
         counts = [str(cell["count"]) for cell in [*cells, *[change] * is_paired]]
         label = f"**{row['label']}**" if row["kind"] in MEANS else row["label"]
         label += " (lower is better)" * (not row["higher_is_better"])
@@ -255,7 +255,7 @@ def choose_sets(results: GenerationResults, num_shown: int) -> dict[str, list[in
 
 
 def _gallery_set(results: GenerationResults, set_: ShownSet, labels: dict[str, str], load: Callable) -> dict[str, Any]:
-    """Add images and metric names to a set, first in the order of the table, then other metrics."""
+    """Add images to a set, and the names of its metrics: first the metrics of the table, then others."""
     metric_names = {name for scores in set_["scores"] for name in scores}
     images = {"source": _gallery_images([set_["source"]], (1, 1), load)} if set_["source"] else {}
     count = set_["panels"][1] if set_.get("is_separate") else 1  # side by side in one file
@@ -277,7 +277,7 @@ def _gallery_images(
 
 
 def _load_image(path: str, rows: int, cols: int, count: int) -> tuple[str, tuple[int, int]]:
-    """Load an image, one of `rows` x `cols` panels or with `count` side-by-side ones, and scale it for the page."""
+    """Load an image, one of `rows` x `cols` panels or `count` panels side by side, and scale it for the page."""
     image = with_gaps(load_image_file(Path(path)), count)
     area = math.sqrt(image.width * cols * image.height * rows)
     scale = min(1.0, _SIDE / area, _MAX_WIDTH / max(image.width * cols, image.height * rows))
@@ -328,8 +328,8 @@ def add_results_to_card(card_path: str | Path, results: GenerationResults) -> Pa
     _, has_end, text_after = remaining_text.partition(end)
     if has_end:
         card.text = text_before + section + text_after
-    else:  # where our cards have them, or at the end
-        if has_start:  # without the end it cannot be told from what was written below it
+    else:  # at the place for results in our cards, or at the end
+        if has_start:  # without their end, results cannot be told from text below them
             logger.warning(f"{card_path} has earlier results of {name}, which stay: their mark '{end}' is gone.")
         text_before, mark, remaining_text = (text_before + remaining_text).partition(RESULTS)
         card.text = (

@@ -38,7 +38,7 @@ class ScoreFiles:
         self.digests = dict(digests)
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Read the best record of each key: a complete one, or otherwise the one with the most `attempts`."""
+        """Read the best record of each key: a complete record, or otherwise the record with the most `attempts`."""
         name = re.compile(rf"{re.escape(self.name)}\.\d+\.jsonl")
         best: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.glob("*.jsonl") if name.fullmatch(path.name)):

@@ -99,7 +99,7 @@ class SystemImages:
 def find_generated_sets(
     folder: str | Path, benchmark: Dataset, seeds: list[int], height: int | None = None, width: int | None = None
 ) -> SystemImages:
-    """Find the grids of [`~paco_trl.dataset_building.generate_grids`], and check their size, by default the rows'."""
+    """Find the grids of [`~paco_trl.dataset_building.generate_grids`], and check their size, by default a row's."""
     sets = {}
     for row in _layouts(benchmark):
         for seed in seeds:
@@ -113,8 +113,8 @@ def find_image_sets(folder: str | Path, benchmark: Dataset) -> SystemImages:
     """
     Find images that were generated elsewhere: `<name>.png` is a grid, `<name>_<number>.png` a panel.
 
-    The name is the prompt's `id`, plain or encoded by [`~paco_trl.utils.files.file_name`], or its `case_id`, as for
-    the benchmark's script (`0001_0003_0000.png`), whichever matches more files. Panels are numbered from 0 or 1,
+    The name is the prompt's `id`, plain or encoded by [`~paco_trl.utils.files.file_name`], or its `case_id`, as in
+    the benchmark's script (`0001_0003_0000.png`): the column that matches more files. Panels are numbered from 0 or 1,
     consistently in the directory.
 
     Args:
@@ -269,7 +269,7 @@ def _match(files: list[Path], names: list[str | None]) -> dict[Path, tuple[str, 
 def _check_sizes(
     sets: dict[str, ImageSet], benchmark: Dataset, height: int | None = None, width: int | None = None
 ) -> SystemImages:
-    """Check sizes in the headers, so that a wrong file does not show after hours of scoring."""
+    """Check sizes in the headers, so that a wrong file is found before hours of scoring."""
     rows: Mapping[str, dict[str, Any]] = {row["id"]: row for row in _layouts(benchmark)}
     for set_ in sets.values():
         for file in filter(None, set_.files):
@@ -283,7 +283,7 @@ def _check_sizes(
                 raise ValueError(f"{file}: {error}") from error
             if None in expected:
                 continue
-            # For separate images, a row has the size of one, and the file shows all side by side
+            # A row of separate images has the size of one image, and the file shows all images side by side
             expected[1] *= row["cols"] if row.get("layout") == SEPARATE else 1
             aspect = (size[1] / size[0]) / (expected[1] / expected[0])
             if not 1 / (1 + _ASPECT_TOLERANCE) <= aspect <= 1 + _ASPECT_TOLERANCE:

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 CONSISTENCY = {"identity": "Identity", "style": "Style", "logic": "Logic"}
 # Dimensions of prompt alignment (of single panels)
 ALIGNMENT = {"entity": "Entity", "attribute": "Attribute", "relation": "Relation"}
-# Weights of the three groups in the average. Not in the benchmark's code, but fitted to the paper's Table 3, whose ten
-# rows with the Qwen judge they reproduce to 0.0004
+# Weights of the three groups in the average. They are not in the benchmark's code, but were fitted to the paper's
+# Table 3, whose ten rows with the Qwen judge they reproduce to 0.0004
 WEIGHTS = {"aesthetics": 0.2, "alignment": 0.3, "consistency": 0.5}
 # Weights of the seven dimensions: a group is the mean of its dimensions
 DIMENSION_WEIGHTS = {
@@ -315,7 +315,7 @@ def score_aesthetics(
 
 def score_duplicates(images: SystemImages, benchmark: Dataset, folder: str | Path) -> dict[str, Record]:
     """
-    Score the similarity of all pairs of panels without a model, to detect copies, which are most consistent.
+    Score the similarity of all pairs of panels without a model, to detect copies: no panels are more consistent.
 
     Args:
         images ([`SystemImages`]), benchmark ([`~datasets.Dataset`]), folder (`str` or `Path`):

@@ -52,8 +52,8 @@ def t2is_results(
         systems (`Sequence[System]`):
             One system, or two to compare the second with the first.
         missing (`str`, *optional*, defaults to `"error"`):
-            `"error"`, or `"zero"` to score missing images, and pairs with one, as 0. With `"zero"`, the published
-            protocol leaves them out.
+            `"error"`, or `"zero"` to score missing images, and pairs with a missing image, as 0. With `"zero"`, the
+            published protocol leaves them out.
         dataset_name (`str`, *optional*):
             Name of the benchmark's data, for the report.
         leakage (`dict[str, Any]`, *optional*):
@@ -154,7 +154,7 @@ def _read(system: System, benchmark: Dataset) -> list[Scores]:
 def _values(
     scores: Sequence[Scores], sets: Mapping[str, ImageSet], rows: Mapping[str, dict], protocol: str
 ) -> _Metrics:
-    """Compute the values of metrics. Missing panels, and pairs with one, count 0, or are left out."""
+    """Compute the values of metrics. Missing panels, and pairs with a missing panel, count 0 or are left out."""
     missing_value = math.nan if protocol == "published" else 0.0
     groups: dict[str, Any] = {"consistency": bench.CONSISTENCY, "alignment": bench.ALIGNMENT}
     values: _Metrics = {}
@@ -228,7 +228,7 @@ def _set_scores(
             scores["aesthetics"] = None
         if key in unanswered.get("alignment", ()):
             scores |= dict.fromkeys(bench.ALIGNMENT)
-        # Over all dimensions of the prompt, or it would not compare with the other system's
+        # A mean over fewer dimensions of the prompt would not compare with the other system's
         dimensions = () if key in unanswered["consistency"] else bench.consistency_criteria(rows[image_set.prompt_id])
         scores["consistency"] = _mean_or_none([scores.get(name) for name in dimensions])
         scores["alignment"] = _mean_or_none([scores[name] for name in bench.ALIGNMENT if scores.get(name) is not None])
