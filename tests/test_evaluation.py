@@ -29,6 +29,7 @@ from paco_trl.data import (
 )
 from paco_trl.data.columns import CRITERIA_TYPE, column_types, typed_dataset
 from paco_trl.evaluation import (
+    ComparingJudge,
     auroc,
     bootstrap_interval,
     calibration_bins,
@@ -40,7 +41,7 @@ from paco_trl.evaluation import (
     report_tables,
     save_report,
 )
-from paco_trl.evaluation.scoring import batches
+from paco_trl.evaluation.scoring import ScorerTraits, batches, read_traits
 from paco_trl.utils.vision_language import load_image
 from testing_utils import jsonl, noise, png, wait_until
 
@@ -465,6 +466,17 @@ class EditScorer(ColorScorer):
     def one(self, first, second, prompt):
         red, green, _ = second.getpixel((0, 0))
         return red / 255 if "accurately follow" in prompt else 1 - green / 255
+
+    def test_a_name_and_scores_are_enough(self):
+        class Scorer:
+            name = "plain"
+
+            def score(self, images, prompts):
+                return [0.5] * len(images)
+
+        assert read_traits(Scorer()) == ScorerTraits() and read_traits(ComparingJudge).judges_edits
+        for dataset in (rankings(1), edits(EDIT_ROWS[:1])):
+            assert evaluate_rankings(Scorer(), dataset)["num_unanswered"] == 0
 
     def test_the_question_that_a_judge_was_trained_on(self, caplog):
         def questions_of(question, template=None):
