@@ -68,7 +68,7 @@ class System(ImageSystem[SystemImages]):
 
 
 class Mean(TypedDict):
-    """Mean over prompts, or mean of a paired difference, with its interval. `None` if it is not defined."""
+    """Mean of values, or of paired differences, with its interval over prompts; `None` where undefined."""
 
     mean: float | None
     interval: list[float | None]
