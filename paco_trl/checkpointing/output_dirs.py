@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..hub.files import RUN_FILE, RUN_OUTPUTS, foreign_files, get_published_files, select_files
+from ..hub.files import RUN_FILE, RUN_OUTPUTS, check_no_foreign_files, get_published_files, select_files
 from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import file_on_path, read_record, why_unwritable, write_atomically
@@ -39,8 +39,10 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         message = f"`output_dir`, '{output_dir}', is a checkpoint. Resume it with `resume_from_checkpoint` and the "
         message += "`output_dir` of its run, or choose another directory."
         raise OptionError(message, "output_dir")
-    if message := foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE]):
-        raise OptionError(message, "output_dir")
+    try:
+        check_no_foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE])
+    except ValueError as error:
+        raise OptionError(str(error), "output_dir") from None
     for checkpoint in list_checkpoints(output_dir):
         if not (checkpoint / RUN_FILE).exists():
             message = f"'{checkpoint}' was not written by paco_trl: it has no {RUN_FILE}. Move it away."

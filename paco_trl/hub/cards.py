@@ -24,7 +24,7 @@ from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .card_data import ImageModelCardData, JudgeCardData, load_card_data, save_card_data
-from .files import JUDGE_PICTURES, PICTURES, foreign_files, get_published_files, saved_pictures, select_files
+from .files import JUDGE_PICTURES, PICTURES, check_no_foreign_files, get_published_files, saved_pictures, select_files
 
 
 logger = get_logger(__name__)
@@ -83,8 +83,7 @@ def save_card(
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
     """
-    if error := foreign_files(folder, [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures or {})]):
-        raise ValueError(error)
+    check_no_foreign_files(folder, [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures or {})])
     remove_replaced_files(card, folder)
     save_card_data(card, folder)
     write_card(card, folder, pictures or {})

@@ -73,8 +73,8 @@ def saved_pictures(folder: str | Path) -> set[str] | None:
     return {*map(str, pictures)} if values.get("kind") and isinstance(pictures, list) else None
 
 
-def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
-    """Return an error message about files of these patterns that paco_trl did not write, or `None`."""
+def check_no_foreign_files(folder: str | Path, patterns: Iterable[str]) -> None:
+    """Raise a `ValueError` if a directory has files of these patterns that paco_trl did not write."""
     # `paco_trl.json` vouches for the model beside it and the images it lists, a run's record for a run's outputs
     foreign = {*select_files(folder, patterns)}
     pictures = saved_pictures(folder)
@@ -83,12 +83,11 @@ def foreign_files(folder: str | Path, patterns: Iterable[str]) -> str | None:
     has_run = "run" in read_record(Path(folder) / RUN_FILE)
     if pictures is not None or has_run or any(Path(folder).glob(f"checkpoint-*/{RUN_FILE}")):
         foreign -= {RUN_FILE, *select_files(folder, RUN_OUTPUTS)}
-    if not foreign:
-        return None
-    return (
-        f"'{folder}' has {join_first(sorted(foreign))}, which paco_trl did not write there and would overwrite. Move "
-        "this away, or choose another directory."
-    )
+    if foreign:
+        raise ValueError(
+            f"'{folder}' has {join_first(sorted(foreign))}, which paco_trl did not write there and would overwrite. "
+            "Move this away, or choose another directory."
+        )
 
 
 def get_published_files(folder: str | Path) -> list[str] | None:

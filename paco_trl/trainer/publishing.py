@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from ..hub.cards import save_card
-from ..hub.files import foreign_files
+from ..hub.files import check_no_foreign_files
 from ..hub.licenses import base_license
 from ..hub.pushing import HubPusher, load_push_target, save_push_target
 from ..hub.repositories import check_repo, explain_outages, prepare_repo
@@ -129,9 +129,14 @@ class HubTrainer(Trainer):
 
     def _check_output_files(self, folder: str | Path) -> None:
         """Refuse to save over files of the user's, on all processes."""
-        foreign = gather_object([foreign_files(folder, self.published_files) if self.args.should_save else None])
-        if message := next(filter(None, foreign), None):
-            raise ValueError(message)
+        error = None
+        if self.args.should_save:
+            try:
+                check_no_foreign_files(folder, self.published_files)
+            except ValueError as refusal:  # raised below, on all processes
+                error = str(refusal)
+        if (error := next(filter(None, gather_object([error])), None)) is not None:
+            raise ValueError(error)
 
     def create_model_card(
         self,

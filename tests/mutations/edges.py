@@ -512,7 +512,7 @@ HUB = [
         "trainer/publishing.py",
         "test_ownership.py::TestSaving",
         ("        self._check_output_files(self.args.output_dir)\n", ""),
-        ("foreign_files(folder, self.published_files) if self", 'foreign_files(folder, ["README.md"]) if self'),
+        ("check_no_foreign_files(folder, self.published_files)", 'check_no_foreign_files(folder, ["README.md"])'),
     ),
     *_mutants(
         "checkpointing/output_dirs.py",
