@@ -204,8 +204,9 @@ class TestSaving:
     def test_a_push(self, trained, monkeypatch):
         folder = Path(trained.args.output_dir)
         monkeypatch.setattr(trained, "init_hf_repo", lambda *args: pytest.fail("a repository was made"))
+        (folder / "README.md").unlink()
         (folder / "paco_trl.json").rename(folder / "away")
-        with pytest.raises(ValueError, match=r"README\.md"):
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
             trained.push_to_hub()
         (folder / "away").rename(folder / "paco_trl.json")
 

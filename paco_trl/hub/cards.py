@@ -8,6 +8,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +84,40 @@ def save_card(
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
     """
-    check_no_foreign_files(folder, [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures or {})])
-    remove_replaced_files(card, folder)
-    save_card_data(card, folder)
-    write_card(card, folder, pictures or {})
+    with saving_model(card, folder, pictures or {}):
+        pass  # the card alone
 
 
-def remove_replaced_files(
-    card: ImageModelCardData | JudgeCardData, folder: str | Path, published_files: Collection[str] = ()
+@contextmanager
+def saving_model(
+    card: ImageModelCardData | JudgeCardData,
+    folder: str | Path,
+    pictures: Mapping[str, Path | Image],
+    published_files: Collection[str] = (),
+) -> Iterator[None]:
+    """
+    Save a card with the weights that the body writes, files that match `published_files`, in place of an earlier model.
+
+    A process that has to wait for others must not fail here alone: check for foreign files on all of them before.
+
+    Raises:
+        ValueError: If the directory already has files of these names that paco_trl did not write.
+    """
+    names = published_files or [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures)]
+    check_no_foreign_files(folder, names)
+    _remove_replaced_files(card, folder, published_files)
+    save_card_data(card, folder)  # before the weights: the files beside it count as paco_trl's even after a kill
+    yield
+    _write_card(card, folder, pictures, published_files)
+
+
+def _remove_replaced_files(
+    card: ImageModelCardData | JudgeCardData, folder: str | Path, published_files: Collection[str]
 ) -> None:
     """
     Delete the files that a card, or with `published_files` a model of any kind, replaces.
 
-    They are not overwritten, since a pending upload may hard-link to them. Save `paco_trl.json` next, before the
-    weights: the files beside it count as paco_trl's even after a kill. Write the card last.
+    They are not overwritten, since a pending upload may hard-link to them.
     """
     folder, pictures_before = Path(folder), saved_pictures(folder)
     old_pictures = pictures_before or set()
@@ -109,11 +130,11 @@ def remove_replaced_files(
             path.unlink()
 
 
-def write_card(
+def _write_card(
     card: ImageModelCardData | JudgeCardData,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
-    published_files: Collection[str] = (),
+    published_files: Collection[str],
 ) -> None:
     """Write the card as `README.md` with its new `pictures`, and let the umask decide who reads the weights."""
     apply_umask(select_files(folder, published_files).values())

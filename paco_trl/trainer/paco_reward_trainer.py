@@ -34,8 +34,8 @@ from trl.trainer.utils import get_config_model_id, maybe_gather_lm_head_ctx
 from ..checkpointing.weights import gather_weights, get_zero_stage, load_weights, local_weights, trained_parameters
 from ..data.pairs import common_question
 from ..evaluation import auroc, expected_calibration_error
-from ..hub.card_data import JudgeCardData, save_card_data
-from ..hub.cards import remove_replaced_files, write_card
+from ..hub.card_data import JudgeCardData
+from ..hub.cards import saving_model
 from ..hub.files import JUDGE_ADAPTER
 from ..plots.reward_report import plot_calibration, plot_wrong_pairs
 from ..plots.trackers import send_to_trackers
@@ -625,12 +625,10 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             card = self._model_card(**card_fields)
-            remove_replaced_files(card, folder, self.published_files)
-            save_card_data(card, folder)
-            # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
-            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
-            self.processing_class.save_pretrained(folder)
-            write_card(card, folder, self._pictures(), self.published_files)
+            with saving_model(card, folder, self._pictures(), self.published_files):
+                # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
+                self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
+                self.processing_class.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
             self._push_model(folder)
 

@@ -50,8 +50,8 @@ from ..checkpointing.weights import (
     local_weights,
     save_trained,
 )
-from ..hub.card_data import ImageModelCardData, save_card_data
-from ..hub.cards import remove_replaced_files, write_card
+from ..hub.card_data import ImageModelCardData
+from ..hub.cards import saving_model
 from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..plots.curves import CurvesCallback
 from ..rewards.errors import RewardError
@@ -870,11 +870,8 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True, **card_fields
     ) -> None:
         card = self._model_card(use_ema=use_ema, **card_fields)
-        pictures = self._pictures(use_ema)
-        remove_replaced_files(card, folder, self.published_files)
-        save_card_data(card, folder)
-        save_trained(self.model, self.pipeline, weights, folder)
-        write_card(card, folder, pictures, self.published_files)
+        with saving_model(card, folder, self._pictures(use_ema), self.published_files):
+            save_trained(self.model, self.pipeline, weights, folder)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
         """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
