@@ -88,7 +88,7 @@ def push_model(output_dir: str, step: int) -> str:
 
 
 def prepare(repo_id: str, token: str | None = TOKEN, **kwargs) -> str:
-    kwargs = {"private": None, "revision": None, "base_model": None, "published_files": PIPELINE_ADAPTER, **kwargs}
+    kwargs = {"private": None, "revision": None, "base_model": None, "published_patterns": PIPELINE_ADAPTER, **kwargs}
     return prepare_repo(HfApi(token=token), repo_id, **kwargs)
 
 
@@ -424,8 +424,8 @@ class TestChecks:
         assert "some/Base" in outcome["message"] and "some/other" in outcome["message"]
         # Weights that the push would leave there
         own = ["adapter_model.safetensors", "README.md"]
-        assert run(prepare, "tester/adapter", base_model="some/base", published_files=own)["result"]
-        outcome = run(prepare, "tester/adapter", base_model="some/base", published_files=["model*.safetensors"])
+        assert run(prepare, "tester/adapter", base_model="some/base", published_patterns=own)["result"]
+        outcome = run(prepare, "tester/adapter", base_model="some/base", published_patterns=["model*.safetensors"])
         assert "has other weights, such as 'adapter_model.safetensors'" in outcome["message"]
 
     def test_a_trainer_asked_to_push_in_private(self, hub, make_trainer, tmp_path):

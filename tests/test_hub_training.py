@@ -25,7 +25,7 @@ from paco_trl.commands.doctor import DoctorState, check_hub
 from paco_trl.commands.main import main
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.data import make_pair, theme_question
-from paco_trl.hub.pushing import save_push_target
+from paco_trl.hub.pushing import reset_push_dir
 from paco_trl.rewards import redness_reward
 from testing_utils import SMALL_RUN, draw, files_in, noise, plain, square_prompts
 
@@ -273,7 +273,7 @@ def test_said_before_a_model_is_loaded(hub, tiny_flux, tmp_path):
 def test_down_at_the_start(hub, tmp_path):
     """A new run is told before its model is loaded; one that goes on goes on."""
     hub.fault = lambda method, path: "500" if path == "/api/whoami-v2" else None
-    save_push_target(tmp_path / "known", "tester/known", None)
+    reset_push_dir(tmp_path / "known", "tester/known", None)
     cases = [{"output_dir": str(tmp_path / name), "hub_model_id": name} for name in ("new", "known")]
     cases += [
         {**cases[1], **other}

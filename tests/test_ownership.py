@@ -15,7 +15,7 @@ from paco_trl.commands.main import main
 from paco_trl.data import make_pair, theme_question
 from paco_trl.evaluation.judge_report import save_report
 from paco_trl.hub import ImageModelCardData, load_card_data, save_card
-from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, get_published_files, select_files
+from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, find_published_patterns, select_files
 from paco_trl.rewards import redness_reward
 from paco_trl.utils.files import write_atomically
 from paco_trl.utils.stage_folder import StageFolder
@@ -112,12 +112,12 @@ class TestSaving:
             (trained, PIPELINE_ADAPTER, TRANSFORMER),
         ):  # fmt: skip
             trainer.save_model(folder)
-            assert get_published_files(folder) is kind
+            assert find_published_patterns(folder) is kind
             weights = {*select_files(folder, others)} - {*select_files(folder, kind)}
             assert not weights, weights
         assert {name: files_in(folder)[name] for name in mine} == mine
         save_card(load_card_data(folder), folder)  # no model
-        assert get_published_files(folder) is PIPELINE_ADAPTER
+        assert find_published_patterns(folder) is PIPELINE_ADAPTER
 
     def test_what_was_written_into_the_card(self, trained, tmp_path, caplog):
         folder = tmp_path / "model"

@@ -36,6 +36,7 @@ from other_judges import OTHER_JUDGES, build_other_judge
 from paco_trl import PaCoReward, PaCoRewardConfig, PaCoRewardTrainer
 from paco_trl.data import make_pair
 from paco_trl.evaluation import auroc, expected_calibration_error
+from paco_trl.hub.files import JUDGE_ADAPTER
 from paco_trl.plots.reward_report import plot_calibration, plot_wrong_pairs
 from paco_trl.trainer.data_collator import PairRows
 from testing_utils import are_equal, closed_form, logs_with, noise, pair_dataset, weights_of
@@ -890,8 +891,7 @@ class TestCheckpoints:
     def test_the_card_shows_what_is_uploaded(self):
         """Pictures of evaluations with a prefix of their own, and of `predict`, too."""
         for name, is_uploaded in (("eval_a_calibration", True), ("test_wrong_pairs", True), ("photo", False)):
-            patterns = PaCoRewardTrainer.published_files
-            assert any(fnmatch(f"{name}.png", pattern) for pattern in patterns) == is_uploaded
+            assert any(fnmatch(f"{name}.png", pattern) for pattern in JUDGE_ADAPTER) == is_uploaded
 
     def test_files(self, trained):
         folder = Path(trained.args.output_dir)

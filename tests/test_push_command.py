@@ -13,8 +13,8 @@ from paco_trl.commands.main import main
 from paco_trl.commands.push import PushArguments
 from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.hub.cards import render_card, save_card
-from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, get_published_files
-from paco_trl.hub.pushing import save_push_target
+from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER, find_published_patterns
+from paco_trl.hub.pushing import reset_push_dir
 from paco_trl.utils.model_files import CARD_DATA_FILE
 
 
@@ -75,19 +75,19 @@ class TestWhichModel:
 
     def test_kinds(self, tmp_path):
         adapter = save_adapter(tmp_path / "adapter", "")
-        assert get_published_files(adapter) is PIPELINE_ADAPTER
+        assert find_published_patterns(adapter) is PIPELINE_ADAPTER
         (adapter / "pytorch_lora_weights.safetensors").unlink()
-        assert get_published_files(adapter) is JUDGE_ADAPTER
+        assert find_published_patterns(adapter) is JUDGE_ADAPTER
         (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-        assert get_published_files(adapter) is None
+        assert find_published_patterns(adapter) is None
         (tmp_path / "whole" / "transformer").mkdir(parents=True)
         (tmp_path / "whole" / "transformer" / "config.json").touch()
-        assert get_published_files(tmp_path / "whole") is TRANSFORMER
+        assert find_published_patterns(tmp_path / "whole") is TRANSFORMER
         (tmp_path / "judge").mkdir()
         (tmp_path / "judge" / "config.json").touch()
-        assert get_published_files(tmp_path / "judge") is None
+        assert find_published_patterns(tmp_path / "judge") is None
         (tmp_path / "judge" / "model-00001-of-00002.safetensors").touch()
-        assert get_published_files(tmp_path / "judge") is JUDGE
+        assert find_published_patterns(tmp_path / "judge") is JUDGE
 
 
 class TestCommand:
@@ -138,7 +138,7 @@ class TestCommand:
 
     def test_what_was_asked_for_one_repository_is_not_for_another(self, hub, push, tmp_path):
         run = tmp_path / "run"
-        save_push_target(run, "tester/mine", None, private=True)
+        reset_push_dir(run, "tester/mine", None, private=True)
         save_checkpoint(run, 40)
         hub.add_repo("tester/taken", {"README.md": b"", "letter.txt": b""})
         code, said = push(run, "--hub_model_id", "tester/taken")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, get_published_files
+from ..hub.files import PIPELINE_ADAPTER, RUN_FILE, find_published_patterns
 from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import apply_umask, read_record
@@ -258,7 +258,7 @@ def check_identity(checkpoint: Path, saved_run: dict, identity: dict) -> None:
 
 def _new_run_from(checkpoint: Path) -> str:
     """Say how to start a new run from the adapter of a checkpoint; a judge's is only continued in Python."""
-    is_of_pipeline = get_published_files(checkpoint) is PIPELINE_ADAPTER
+    is_of_pipeline = find_published_patterns(checkpoint) is PIPELINE_ADAPTER
     how = f" (`--adapter {checkpoint}`, in Python `peft_config`)" if is_of_pipeline else ""
     return f"a new run from its adapter{how} in another `output_dir`"
 
@@ -353,7 +353,7 @@ def find_saved_model(folder: Path) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    return get_published_files(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
+    return find_published_patterns(folder) is not None and incomplete_files(folder) in ([], [RUN_FILE])
 
 
 def _saved_at(folder: Path) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..hub.files import RUN_FILE, RUN_OUTPUTS, check_no_foreign_files, get_published_files, select_files
+from ..hub.files import RUN_FILE, RUN_OUTPUTS, check_no_foreign_files, find_published_patterns, select_files
 from ..utils.differences import differences
 from ..utils.errors import OptionError
 from ..utils.files import file_on_path, read_record, why_unwritable, write_atomically
@@ -18,7 +18,7 @@ from ..utils.model_files import CARD_DATA_FILE
 from .checkpoints import delete_checkpoint, incomplete_files, list_checkpoints, read_run
 
 
-def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> None:
+def check_output_dir(output_dir: str | Path, published_patterns: Iterable[str]) -> None:
     """Reject a directory with files of the user that a run would overwrite, or that is a checkpoint or a model."""
     if not os.fspath(output_dir):
         raise OptionError("`output_dir` is empty. Name a directory.", "output_dir")
@@ -40,7 +40,7 @@ def check_output_dir(output_dir: str | Path, published_files: Iterable[str]) -> 
         message += "`output_dir` of its run, or choose another directory."
         raise OptionError(message, "output_dir")
     try:
-        check_no_foreign_files(output_dir, [*published_files, *RUN_OUTPUTS, RUN_FILE])
+        check_no_foreign_files(output_dir, [*published_patterns, *RUN_OUTPUTS, RUN_FILE])
     except ValueError as error:
         raise OptionError(str(error), "output_dir") from None
     for checkpoint in list_checkpoints(output_dir):
@@ -84,7 +84,7 @@ def check_no_checkpoints(output_dir: str | Path, resumed_checkpoint: Path | None
 
 def check_no_model(output_dir: str | Path) -> None:
     """Reject a run that would overwrite the model of an earlier one, of which no checkpoint is left."""
-    if get_published_files(output_dir) is not None and all(map(incomplete_files, list_checkpoints(output_dir))):
+    if find_published_patterns(output_dir) is not None and all(map(incomplete_files, list_checkpoints(output_dir))):
         raise OptionError(
             f"`output_dir`, '{output_dir}', has the model of an earlier run. Overwrite it with "
             "`overwrite_output_dir=True`, or choose another directory.",

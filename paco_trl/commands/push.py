@@ -9,8 +9,8 @@ from huggingface_hub import HfApi
 from ..checkpointing.checkpoints import find_saved_model
 from ..hub.card_data import card_data_text, load_card_data
 from ..hub.cards import render_card, replace_repo_id
-from ..hub.files import get_published_files, select_files
-from ..hub.pushing import HubPusher, load_push_target, save_push_target
+from ..hub.files import find_published_patterns, select_files
+from ..hub.pushing import HubPusher, load_push_target, reset_push_dir
 from ..hub.repositories import check_token, prepare_repo
 from ..utils.errors import OptionError
 from ..utils.model_files import CARD_DATA_FILE
@@ -37,11 +37,11 @@ def push(args: PushArguments) -> str:
     run_settings = saved_settings if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}
     revision = args.hub_revision or run_settings.get("revision")
     private = args.private if args.private is not None else run_settings.get("private")
-    published_files = get_published_files(model) or []
-    repo_id = prepare_repo(api, repo_id, private, revision, card.base_model, published_files)
+    published_patterns = find_published_patterns(model) or []
+    repo_id = prepare_repo(api, repo_id, private, revision, card.base_model, published_patterns)
     if not saved_settings and folder == run:
-        save_push_target(run, repo_id, revision, private)
-    pusher = HubPusher(api, repo_id, revision, run, published_files)
+        reset_push_dir(run, repo_id, revision, private)
+    pusher = HubPusher(api, repo_id, revision, run, published_patterns)
     step = f", {model.name.replace('-', ' ')}" if model != run else ""
     readme = model / "README.md"
     pushed_card = replace(card, repo_id=repo_id)
@@ -51,7 +51,7 @@ def push(args: PushArguments) -> str:
         else str(render_card(pushed_card))
     )
     contents = {"README.md": text, CARD_DATA_FILE: card_data_text(pushed_card)}
-    names = ", ".join(sorted({*select_files(model, published_files), *contents}))
+    names = ", ".join(sorted({*select_files(model, published_patterns), *contents}))
     print_message("push", f"uploading to {repo_id} what is in '{model}': {names}.")
     pusher.push_model(model, f"Upload model{step}", contents)
     return f"{api.endpoint}/{repo_id}"

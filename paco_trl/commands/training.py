@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def check_start(args: Any, published_files: Iterable[str], is_early: bool = False) -> None:
+def check_start(args: Any, published_patterns: Iterable[str], is_early: bool = False) -> None:
     """Reject an output directory with files of the user or an earlier run; `is_early` is before torch is imported."""
     output_dir = args.output_dir or "trainer_output"  # the default of transformers
-    check_output_dir(output_dir, published_files)
+    check_output_dir(output_dir, published_patterns)
     # The run itself takes the lock once its libraries are imported
     if is_early and os.environ.get("RANK", "0") == "0" and (path := Path(output_dir) / ".lock").is_file():
         lock = FileLock(path)

@@ -25,7 +25,14 @@ from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .card_data import ImageModelCardData, JudgeCardData, load_card_data, save_card_data
-from .files import JUDGE_PICTURES, PICTURES, check_no_foreign_files, get_published_files, saved_pictures, select_files
+from .files import (
+    JUDGE_PICTURES,
+    PICTURES,
+    check_no_foreign_files,
+    find_published_patterns,
+    saved_pictures,
+    select_files,
+)
 
 
 logger = get_logger(__name__)
@@ -93,37 +100,37 @@ def saving_model(
     card: ImageModelCardData | JudgeCardData,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
-    published_files: Collection[str] = (),
+    published_patterns: Collection[str] = (),
 ) -> Iterator[None]:
     """
-    Save a card with the weights that the body writes, files that match `published_files`, in place of an earlier model.
+    Save a card with the weights that the body writes, files that match `published_patterns`, in place of an earlier model.
 
     A process that has to wait for others must not fail here alone: check for foreign files on all of them before.
 
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
     """
-    names = published_files or [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures)]
+    names = published_patterns or [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures)]
     check_no_foreign_files(folder, names)
-    _remove_replaced_files(card, folder, published_files)
+    _remove_replaced_files(card, folder, published_patterns)
     save_card_data(card, folder)  # before the weights: the files beside it count as paco_trl's even after a kill
     yield
-    _write_card(card, folder, pictures, published_files)
+    _write_card(card, folder, pictures, published_patterns)
 
 
 def _remove_replaced_files(
-    card: ImageModelCardData | JudgeCardData, folder: str | Path, published_files: Collection[str]
+    card: ImageModelCardData | JudgeCardData, folder: str | Path, published_patterns: Collection[str]
 ) -> None:
     """
-    Delete the files that a card, or with `published_files` a model of any kind, replaces.
+    Delete the files that a card, or with `published_patterns` a model of any kind, replaces.
 
     They are not overwritten, since a pending upload may hard-link to them.
     """
     folder, pictures_before = Path(folder), saved_pictures(folder)
     old_pictures = pictures_before or set()
     _keep_edited(folder)
-    old_files = get_published_files(folder) if published_files and pictures_before is not None else None
-    patterns = [*published_files, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
+    old_files = find_published_patterns(folder) if published_patterns and pictures_before is not None else None
+    patterns = [*published_patterns, *(old_files or ()), *PICTURES, *JUDGE_PICTURES]
     for name, path in select_files(folder, patterns).items():
         is_old_picture = name in old_pictures - {*card.pictures}
         if is_old_picture or (not name.endswith(".png") and name != CARD_DATA_FILE):
@@ -134,10 +141,10 @@ def _write_card(
     card: ImageModelCardData | JudgeCardData,
     folder: str | Path,
     pictures: Mapping[str, Path | Image],
-    published_files: Collection[str],
+    published_patterns: Collection[str],
 ) -> None:
     """Write the card as `README.md` with its new `pictures`, and let the umask decide who reads the weights."""
-    apply_umask(select_files(folder, published_files).values())
+    apply_umask(select_files(folder, published_patterns).values())
     folder = Path(folder)
     for name, picture in pictures.items():
         if isinstance(picture, Image):

@@ -90,7 +90,7 @@ def check_no_foreign_files(folder: str | Path, patterns: Iterable[str]) -> None:
         )
 
 
-def get_published_files(folder: str | Path) -> list[str] | None:
+def find_published_patterns(folder: str | Path) -> list[str] | None:
     """Return the patterns of files to publish from a model or checkpoint directory, `None` if it has no model."""
     folder = Path(folder)
     if (folder / "adapter_model.safetensors").is_file() and (folder / "adapter_config.json").is_file():

@@ -56,6 +56,11 @@ def read_license(model: str, token: str | bool | None = None) -> License:
 _read_license_once = functools.lru_cache(maxsize=16)(read_license)  # errors, such as outages, are not cached
 
 
+def remember_license(base: str, token: str | None = None) -> None:
+    """Read a base model's license from the Hub now, so that an outage does not keep it from [`base_license`] later."""
+    base_license(base, online=True, token=token)
+
+
 def base_license(base: str, online: bool = False, token: str | None = None) -> License | None:
     """Return the license of a base model from a table, its directory or, if `online`, the Hub; `None` if unknown."""
     if (name := public_name(base)) in _LICENSES:

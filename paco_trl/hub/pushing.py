@@ -31,15 +31,15 @@ PUSH_DIR = ".pushing"
 _REPOSITORY = "repository.json"
 
 
-def save_push_target(output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None) -> None:
-    """Record the target of an output directory's uploads. `revision=None` is the main branch."""
-    shutil.rmtree(Path(output_dir) / PUSH_DIR, ignore_errors=True)  # a killed run may have left files
+def reset_push_dir(output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None) -> None:
+    """Record the target of a run's uploads, and delete what a killed run left to upload. The main branch is `None`."""
+    shutil.rmtree(Path(output_dir) / PUSH_DIR, ignore_errors=True)
     repository = {"repo_id": repo_id, "revision": revision, "private": private}
     write_atomically(Path(output_dir) / PUSH_DIR / _REPOSITORY, json.dumps(repository))
 
 
 def load_push_target(output_dir: str | Path) -> dict[str, Any]:
-    """Read the record of [`save_push_target`], an empty dictionary if no upload was ever prepared."""
+    """Read the record of [`reset_push_dir`], an empty dictionary if no upload was ever prepared."""
     return read_record(Path(output_dir) / PUSH_DIR / _REPOSITORY)
 
 
@@ -56,7 +56,7 @@ class HubPusher:
     repo_id: str
     revision: str | None  # `None` is the main branch
     output_dir: Path
-    published_files: list[str]
+    published_patterns: list[str]
     _job: Future | None = None  # the last background upload
     # Not `run_as_future`: the process would not exit before its uploads end, and a scheduler would kill it
     _background: CallExecutor = field(default_factory=lambda: CallExecutor(1, "push to the Hub"))
@@ -98,7 +98,7 @@ class HubPusher:
     ) -> Path:
         (self.output_dir / PUSH_DIR).mkdir(parents=True, exist_ok=True)
         staging_dir = Path(tempfile.mkdtemp(dir=self.output_dir / PUSH_DIR))
-        for name, path in select_files(folder, self.published_files).items():
+        for name, path in select_files(folder, self.published_patterns).items():
             (staging_dir / name).parent.mkdir(exist_ok=True)
             _link(path, staging_dir / name)
         if checkpoint_name is not None:
@@ -121,7 +121,7 @@ class HubPusher:
             with explain_outages(self.api, remedy):
                 remote_files = self.api.list_repo_files(self.repo_id, revision=self.revision)
                 # By exact name: `*` in the client's patterns crosses directories, into full checkpoints
-                old_files = [glob.escape(name) for name in remote_files if is_one_of(name, self.published_files)]
+                old_files = [glob.escape(name) for name in remote_files if is_one_of(name, self.published_patterns)]
                 checkpoints = [f"{path.name}/*" for path in staging_dir.glob("*checkpoint*") if path.is_dir()]
                 return self.api.upload_folder(
                     repo_id=self.repo_id, folder_path=staging_dir, revision=self.revision, commit_message=message,

@@ -102,11 +102,11 @@ def check_repo(
     return repo_id, info
 
 
-def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_files: list[str]) -> None:
+def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, published_patterns: list[str]) -> None:
     """
     Check that a push only replaces an earlier version of the model.
 
-    Weights that do not match the patterns `published_files` would remain next to the pushed ones.
+    Weights that do not match the patterns `published_patterns` would remain next to the pushed ones.
     """
     files = {file.rfilename for file in info.siblings or []} - _UNPUBLISHED_FILES
     if not files:
@@ -117,7 +117,7 @@ def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, pub
             "did not create it. Choose another repository, or delete them."
         )
     weights = {name for name in files if name.endswith(".safetensors") and "checkpoint" not in name.split("/")[0]}
-    if other_weights := [name for name in weights if not is_one_of(name, published_files)]:
+    if other_weights := [name for name in weights if not is_one_of(name, published_patterns)]:
         raise ValueError(
             f"{info.id} has other weights, such as {min(other_weights)!r}. Choose another repository, or delete them."
         )
@@ -136,12 +136,12 @@ def prepare_repo(
     private: bool | None,
     revision: str | None,
     base_model: str | None,
-    published_files: list[str],
+    published_patterns: list[str],
 ) -> str:
     """Check a repository, create it and the branch if they do not exist, and return the full id."""
     repo_id, info = check_repo(api, repo_id, private, revision=revision)
     if info is not None:
-        check_repo_contents(api, info, base_model, published_files)
+        check_repo_contents(api, info, base_model, published_patterns)
     with explain_outages(api):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:

@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +15,16 @@ from transformers import SchedulerType, TrainerState
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..hub.card_data import EvaluationRow, LoRA, RewardRow
-from ..hub.licenses import License, base_license
-from ..hub.pushing import HubPusher
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
-from ..utils.fingerprint import version
 from ..utils.fsdp import shards_weights
-from ..utils.names import is_local, public_name, relative_name
+from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
 
 
 TRAIN_SECONDS = "train_seconds"  # key of the log
-_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
-
-
-def common_card_fields(
-    args: PaCoGRPOConfig | PaCoRewardConfig,
-    state: TrainerState,
-    pusher: HubPusher | None,
-    hub_model_id: str | None,
-    base_model: str,
-    tag_names: list[str],
-    paper: dict[str, str],
-    *,
-    model_name: str | None = None,
-    dataset_name: str | None = None,
-    tags: str | list[str] | None = None,
-    license: str | None = None,
-    step: int | None = None,
-) -> dict[str, Any]:
-    """Return the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
-    local = Path(args.output_dir).absolute()
-    repo_id = hub_model_id or args.hub_model_id
-    token = pusher.api.token if pusher else None
-    return {
-        "title": model_name or (repo_id or local.name).split("/")[-1],
-        "repo_id": repo_id or relative_name(str(local)),
-        "base_model": base_model,
-        "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
-        "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
-        "datasets": [public_name(dataset_name)] if dataset_name else [],
-        "tags": [*tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-        "hardware": describe_hardware(args.device, args.world_size),
-        "seconds": training_seconds(state, step),
-        "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "versions": {name: version(name) for name in _LIBRARIES},
-        "paper": paper,
-    }
 
 
 def training_seconds(state: TrainerState, step: int | None = None) -> float | None:

@@ -60,7 +60,7 @@ from .config_utils import check_best_metric, check_optimizer_class, copy_config
 from .console import use_console
 from .data_collator import PairCollator, PairRows, PairSampler
 from .first_token_loss import first_token_weights, num_loss_items, token_weights
-from .model_cards import common_card_fields, describe_lora, judge_settings
+from .model_cards import describe_lora, judge_settings
 from .paco_reward_config import PaCoRewardConfig
 from .resuming import ExactResumeMixin, FunctionCallback, end_explained, without_jit_checkpoint
 from .run_settings import describe_run
@@ -250,7 +250,6 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
     _tag_names = ["paco-trl", "trl", "paco-reward", "reward-model", "sft", "lora"]
     _name = "PaCo-Reward"
     _paper = PAPER
-    published_files = JUDGE_ADAPTER
 
     def __init__(
         self,
@@ -284,7 +283,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         if os.path.realpath(name) == os.path.realpath(args.output_dir):  # it would be replaced by what is trained
             message = f"`output_dir`, '{args.output_dir}', is the directory of the model to train. Choose another one."
             raise OptionError(message, "output_dir")
-        self._open_output_dir(args)
+        self._open_output_dir(args, JUDGE_ADAPTER)
 
         # 2. The processor, with the size limit of images, and the adapter
         init_kwargs = {"dtype": "bfloat16" if args.bf16 else "float32", "use_safetensors": True}
@@ -300,10 +299,8 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         for key, dataset in datasets:
             check_pairs(dataset, key, processing_class, args, is_training=dataset is train_dataset)
         warn_of_trained_pairs(cast(Dataset, train_dataset), dict(datasets[1:]))
-        self._base_model_source = name
         self._question = common_question(cast(Dataset, train_dataset))
-        if args.push_to_hub:
-            self._init_pusher(args)
+        self._init_hub(args, name, JUDGE_ADAPTER)
         if isinstance(model, PeftModel):
             model.set_requires_grad(model.active_adapters)  # loaded for inference, it has none
         else:
@@ -625,7 +622,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         state_dict = gather_weights(self.model, local, zero_stage, keep=self.args.should_save)
         if self.args.should_save:
             card = self._model_card(**card_fields)
-            with saving_model(card, folder, self._pictures(), self.published_files):
+            with saving_model(card, folder, self._pictures(), self.published_patterns):
                 # `save_embedding_layers="auto"` would query the Hub for the base model's vocabulary
                 self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
                 self.processing_class.save_pretrained(folder)
@@ -640,16 +637,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         args = self.args
         max_pixels = pixel_limit(self.processing_class)
         return JudgeCardData(
-            **common_card_fields(
-                args,
-                self.state,
-                self.pusher,
-                self.hub_model_id,
-                self.base_model_name,
-                self._tag_names,
-                self._paper,
-                **fields,
-            ),
+            **self._common_card_fields(self.base_model_name, **fields),
             lora=describe_lora(self.model, quantization=describe_quantization(self.model)),
             settings=judge_settings(args, len(self.train_dataset), self._question, max_pixels, self._card_step),
             evaluations=self.evaluations,

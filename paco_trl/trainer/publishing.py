@@ -2,6 +2,7 @@
 """Mixin of the trainers that pushes to the Hub in the background."""
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,40 @@ from transformers.trainer_utils import HubStrategy
 
 from ..hub.cards import save_card
 from ..hub.files import check_no_foreign_files
-from ..hub.licenses import base_license
-from ..hub.pushing import HubPusher, load_push_target, save_push_target
+from ..hub.licenses import License, base_license, remember_license
+from ..hub.pushing import HubPusher, load_push_target, reset_push_dir
 from ..hub.repositories import check_repo, explain_outages, prepare_repo
+from ..utils.fingerprint import version
 from ..utils.logs import get_logger
+from ..utils.names import public_name, relative_name
+from .model_cards import cached_commit, describe_hardware, training_seconds
 
 
 logger = get_logger(__name__)
 
+_LIBRARIES = ("paco_trl", "trl", "transformers", "diffusers", "peft", "accelerate", "datasets", "torch")
+
 
 class HubTrainer(Trainer):
-    """Upload `published_files` alone. Trainer would also upload `training_args.bin`, and with it the token."""
+    """
+    Upload the files that match `published_patterns`. Trainer would also upload `training_args.bin`, with the token.
+    """
 
-    pusher: Any = None  # a HubPusher on the main process, once the repository exists
-    _base_model_source: str | None = None  # Hub id or directory
-    published_files: list[str]  # patterns
+    published_patterns: list[str]
+    pusher: HubPusher | None = None  # on the main process, once the repository exists
+    _base_model_source: str | None  # Hub id or directory
+    _tag_names: list[str]
+    _paper: dict[str, str]
 
-    def _init_pusher(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
-        """Check the token, and create the repository, before a model is loaded. Collective: call on all ranks."""
+    def _init_hub(self, args: TrainingArguments, base_model_source: str | None, published_patterns: list[str]) -> None:
+        """Set what is published; open the repository, if the run pushes. Collective: call on all ranks."""
+        # Before Trainer's `__init__`, which needs the model, sets `self.args`, and calls `init_hf_repo`
+        self._base_model_source, self.published_patterns = base_model_source, published_patterns
+        if args.push_to_hub:
+            self._open_repo(args)
+
+    def _open_repo(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
+        """Check the token, and create the repository, unless this has been done. Collective: call on all ranks."""
         error = None
         if args.process_index == 0 and self.pusher is None:
             try:
@@ -47,8 +64,8 @@ class HubTrainer(Trainer):
         base_model = self._base_model_source
         try:
             if base_model is not None:
-                base_license(base_model, online=True, token=api.token)  # remembered for the checkpoints
-            repo_id = prepare_repo(api, repo_id, private, args.hub_revision, base_model, self.published_files)
+                remember_license(base_model, api.token)
+            repo_id = prepare_repo(api, repo_id, private, args.hub_revision, base_model, self.published_patterns)
         except ConnectionError as error:
             earlier = load_push_target(args.output_dir)
             earlier_id = earlier.get("repo_id", "")
@@ -61,8 +78,8 @@ class HubTrainer(Trainer):
             # A resumed run has passed these checks: an outage does not stop it
             repo_id = earlier_id
             logger.warning(f"{error} The run continues, since it has pushed to {repo_id} before.")
-        save_push_target(args.output_dir, repo_id, args.hub_revision, private)
-        return HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_files)
+        reset_push_dir(args.output_dir, repo_id, args.hub_revision, private)
+        return HubPusher(api, repo_id, args.hub_revision, Path(args.output_dir), self.published_patterns)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """
@@ -70,7 +87,7 @@ class HubTrainer(Trainer):
 
         `token` and `private` default to `args.hub_token` and `args.hub_private_repo`.
         """
-        self._init_pusher(self.args, token, private)
+        self._open_repo(self.args, token, private)
         if self.pusher is not None:
             self.hub_model_id = self.pusher.repo_id
 
@@ -81,7 +98,7 @@ class HubTrainer(Trainer):
             return
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
         self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
+        if self.pusher is not None:
             self.callback_handler.on_push_begin(args, self.state, self.control)
             is_replacing = not args.hub_always_push and args.hub_strategy != HubStrategy.ALL_CHECKPOINTS
             message = f"Training in progress, step {step}"
@@ -116,7 +133,7 @@ class HubTrainer(Trainer):
         self.save_model(_internal_call=True, **kwargs)
         if outage is not None:
             raise outage
-        if not self.is_world_process_zero():
+        if self.pusher is None:  # not the main process
             return None
         api = self.pusher.api if token is None else HfApi(token=token, library_name="paco_trl")
         pusher = replace(self.pusher, api=api, revision=revision or self.pusher.revision)
@@ -132,7 +149,7 @@ class HubTrainer(Trainer):
         error = None
         if self.args.should_save:
             try:
-                check_no_foreign_files(folder, self.published_files)
+                check_no_foreign_files(folder, self.published_patterns)
             except ValueError as refusal:  # raised below, on all processes
                 error = str(refusal)
         if (error := next(filter(None, gather_object([error])), None)) is not None:
@@ -155,9 +172,40 @@ class HubTrainer(Trainer):
             fields = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "license": license}
             save_card(self._model_card(**fields, **kwargs), self.args.output_dir, self._pictures(**kwargs))
 
+    def _common_card_fields(
+        self,
+        base_model: str,
+        step: int | None = None,
+        *,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        license: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the fields that all cards share. The Hub is queried for the license only if the run pushes to it."""
+        args: Any = self.args  # a config of the package, with `model_init_kwargs`
+        pusher = self.pusher
+        local = Path(args.output_dir).absolute()
+        repo_id = self.hub_model_id or args.hub_model_id
+        token = pusher.api.token if pusher else None
+        return {
+            "title": model_name or (repo_id or local.name).split("/")[-1],
+            "repo_id": repo_id or relative_name(str(local)),
+            "base_model": base_model,
+            "base_revision": cached_commit(base_model, (args.model_init_kwargs or {}).get("revision")),
+            "license": base_license(base_model, pusher is not None, token) if license is None else License(license),
+            "datasets": [public_name(dataset_name)] if dataset_name else [],
+            "tags": [*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+            "hardware": describe_hardware(args.device, args.world_size),
+            "seconds": training_seconds(self.state, step),
+            "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "versions": {name: version(name) for name in _LIBRARIES},
+            "paper": self._paper,
+        }
+
     def _push_model(self, folder: str | Path) -> None:
         """Upload a model that was just saved."""
-        if self.is_world_process_zero():
+        if self.pusher is not None:
             self.callback_handler.on_push_begin(self.args, self.state, self.control)
             self.pusher.push_model(folder, "Model save")
 

@@ -90,9 +90,9 @@ class ExactResumeMixin(HubTrainer):
         if self._checked is not None:
             check_identity(self._checked, read_run(self._checked)["identity"], {"weights": weights})
 
-    def _open_output_dir(self, args: TrainingArguments) -> None:
+    def _open_output_dir(self, args: TrainingArguments, published_patterns: list[str]) -> None:
         """Check the output directory before a model is loaded; a run that is training there refuses this one."""
-        check_output_dir(args.output_dir, self.published_files)
+        check_output_dir(args.output_dir, published_patterns)
         with sole_writer(args.output_dir, "checkpoints", is_inside=True):
             pass
 

@@ -101,7 +101,6 @@ from .losses import (
     informative_groups,
 )
 from .model_cards import (
-    common_card_fields,
     describe_lora,
     evaluation_rows,
     image_settings,
@@ -131,9 +130,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     # The weights of the samples already divide the loss by the completions of the optimizer step: see `_mean_loss`
     loss_is_scaled_for_ga = True
 
-    _tag_names: list[str]
     _name: str
-    _paper: dict[str, str]
     _config_class: type[PaCoGRPOConfig]
     _step_class: type[TransformerStep]  # kind of steps in a pending round
     _statistics_class: type[StepStatistics]
@@ -331,13 +328,11 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         )  # fmt: skip
         self._identity["base_model"] = Path(self.base_model).name  # of the Hub or a directory: its weights tell
         self._identity["quantization"] = self._identity["quantization"] or loaded
-        self.published_files = TRANSFORMER if adapter is None else PIPELINE_ADAPTER
-        self._open_output_dir(args)
+        published_patterns = TRANSFORMER if adapter is None else PIPELINE_ADAPTER
+        self._open_output_dir(args, published_patterns)
         self._check_run(args)
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
-        self._base_model_source = source and str(source)  # may be a Path
-        if args.push_to_hub:
-            self._init_pusher(args)
+        self._init_hub(args, source and str(source), published_patterns)  # a name may be a Path
 
     def _add_callbacks(self) -> None:
         if self.args.ema_decay is not None:
@@ -870,7 +865,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self, weights: dict[str, torch.Tensor], folder: str | Path, use_ema: bool = True, **card_fields
     ) -> None:
         card = self._model_card(use_ema=use_ema, **card_fields)
-        with saving_model(card, folder, self._pictures(use_ema), self.published_files):
+        with saving_model(card, folder, self._pictures(use_ema), self.published_patterns):
             save_trained(self.model, self.pipeline, weights, folder)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
@@ -897,17 +892,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         pictures = self._pictures(use_ema)
         return ImageModelCardData(
-            **common_card_fields(
-                args,
-                self.state,
-                self.pusher,
-                self.hub_model_id,
-                base_model,
-                self._tag_names,
-                self._paper,
-                step=step,
-                **fields,
-            ),
+            **self._common_card_fields(base_model, step, **fields),
             lora=describe_lora(self.model, self.trained_from, self.quantization),
             weights="adapter" if is_adapter else "transformer",
             formats=[*["diffusers"] * hasattr(self.pipeline, "load_lora_weights"), "peft"],

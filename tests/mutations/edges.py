@@ -363,7 +363,10 @@ TRAINING = [
         "hub/cards.py",
         "test_ownership.py::TestSaving::test_a_model_of_another_kind_is_replaced",
         ("*(old_files or ()), ", ""),
-        ("if published_files and pictures_before is not None else None", "if pictures_before is not None else None"),
+        (
+            "if published_patterns and pictures_before is not None else None",
+            "if pictures_before is not None else None",
+        ),
     ),
     *_mutants(
         "trainer/paco_reward_trainer.py",
@@ -442,7 +445,7 @@ TRAINING = [
             '"revision": args.hub_revision, "private": known.get("private")}',
         ),
         (
-            "args.hub_revision, Path(args.output_dir), self.published_files)",
+            "args.hub_revision, Path(args.output_dir), self.published_patterns)",
             'args.hub_revision, Path(args.output_dir), ["**/*"])',
         ),
     ),
@@ -512,12 +515,12 @@ HUB = [
         "trainer/publishing.py",
         "test_ownership.py::TestSaving",
         ("        self._check_output_files(self.args.output_dir)\n", ""),
-        ("check_no_foreign_files(folder, self.published_files)", 'check_no_foreign_files(folder, ["README.md"])'),
+        ("check_no_foreign_files(folder, self.published_patterns)", 'check_no_foreign_files(folder, ["README.md"])'),
     ),
     *_mutants(
         "checkpointing/output_dirs.py",
         "test_ownership.py::TestStart test_checkpoints.py",
-        ("[*published_files, *RUN_OUTPUTS, RUN_FILE]", "[*published_files, RUN_FILE]"),
+        ("[*published_patterns, *RUN_OUTPUTS, RUN_FILE]", "[*published_patterns, RUN_FILE]"),
         (
             "    for path in select_files(output_dir, RUN_OUTPUTS).values():",
             '    for path in Path(output_dir).glob("evaluation/*"):',
@@ -543,7 +546,7 @@ HUB = [
             "        if not args.overwrite_output_dir:\n            check_no_checkpoints",
             "        if False:\n            check_no_checkpoints",
         ),
-        ("        check_output_dir(args.output_dir, self.published_files)\n", ""),
+        ("        check_output_dir(args.output_dir, published_patterns)\n", ""),
     ),
     *_mutants(
         "checkpointing/checkpoints.py",
@@ -565,9 +568,9 @@ HUB = [
         f"{_PUSHING}TestUploads",
         ('shutil.ignore_patterns("training_args.bin")', 'shutil.ignore_patterns("args.bin")'),
         ("if base and is_local(base):", "if False:"),
-        ("in select_files(folder, self.published_files)", 'in select_files(folder, ["**/*"])'),
+        ("in select_files(folder, self.published_patterns)", 'in select_files(folder, ["**/*"])'),
         ("delete_patterns=[*checkpoints, *old_files]", "delete_patterns=checkpoints"),
-        ("delete_patterns=[*checkpoints, *old_files]", "delete_patterns=[*checkpoints, *self.published_files]"),
+        ("delete_patterns=[*checkpoints, *old_files]", "delete_patterns=[*checkpoints, *self.published_patterns]"),
     ),
     *_mutants(
         "hub/pushing.py",
