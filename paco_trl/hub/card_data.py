@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub import EvalResult
+
 from ..data.image_sets import PANEL_TEMPLATE
 from ..utils.files import write_atomically
 from ..utils.model_files import CARD_DATA_FILE, IMAGE_MODEL, find_model_file
@@ -98,6 +100,24 @@ class _CardData:
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
     gallery: dict[str, str] = field(default_factory=dict)  # image -> prompt, for the Hub's widget
 
+    @property
+    def library_and_task(self) -> tuple[str, str]:
+        """The Hub's `library_name` and `pipeline_tag`."""
+        raise NotImplementedError
+
+    def _result(self, dataset: str, metric: str, label: str, value: float) -> EvalResult:
+        """Return a result of an evaluation for the Hub."""
+        _, task = self.library_and_task
+        return EvalResult(task, "evaluation", dataset, metric, float(value), metric_name=label)
+
+    def published_results(self) -> Iterator[EvalResult]:
+        """Yield the results of a reference card, which are the paper's."""
+        _, task = self.library_and_task
+        url = f"https://huggingface.co/papers/{self.paper['id']}"
+        source = {"source_name": f"Published figures: {self.paper['title']}", "source_url": url}
+        for result in self.published["results"]:
+            yield EvalResult(task_type=task, **result, **source)
+
 
 @dataclass
 class ImageModelCardData(_CardData):
@@ -145,10 +165,11 @@ class ImageModelCardData(_CardData):
         """The Hub's `library_name` and `pipeline_tag`."""
         return "diffusers", "image-to-image" if self.trained_on == "edits" else "text-to-image"
 
-    def results(self) -> Iterator[tuple[str, str, str, float]]:
-        """Yield dataset, metric, its label and its value, for the Hub."""
+    def results(self) -> Iterator[EvalResult]:
+        """Yield the mean of each reward in the last evaluations."""
         for row in self.evaluations:
-            yield row.dataset or "evaluation prompts", row.reward, f"mean of the reward {row.reward}", row.mean
+            label = f"mean of the reward {row.reward}"
+            yield self._result(row.dataset or "evaluation prompts", row.reward, label, row.mean)
 
 
 @dataclass
@@ -166,13 +187,13 @@ class JudgeCardData(_CardData):
         """The Hub's `library_name` and `pipeline_tag`."""
         return "peft" if self.weights == "adapter" else "transformers", "image-text-to-text"
 
-    def results(self) -> Iterator[tuple[str, str, str, float]]:
-        """Yield dataset, metric, its label and its value, for the Hub."""
+    def results(self) -> Iterator[EvalResult]:
+        """Yield the metrics of the last evaluations."""
         for name, evaluation in self.evaluations.items():
             dataset = name.removeprefix("eval").removeprefix("_") or "evaluation pairs"
             for key, (metric, label) in _JUDGE_METRICS.items():
                 if key in evaluation:
-                    yield dataset, metric, label, evaluation[key]
+                    yield self._result(dataset, metric, label, evaluation[key])
 
 
 def save_card_data(card: ImageModelCardData | JudgeCardData, folder: str | Path) -> None:
@@ -209,6 +230,7 @@ def load_card_data(model: str | Path) -> ImageModelCardData | JudgeCardData | No
 
 def card_data_from_dict(values: dict[str, Any]) -> ImageModelCardData | JudgeCardData:
     """Build card data from the content of `paco_trl.json`: its `kind`, `"image model"` or `"judge"`, and its fields."""
+    values = dict(values)
     card_class = {cls.kind: cls for cls in (ImageModelCardData, JudgeCardData)}[values.pop("kind")]
     values["settings"] = {name: value for name, value in (values.get("settings") or {}).items() if value is not None}
     nested_values: dict[str, Any] = {

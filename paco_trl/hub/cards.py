@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from PIL.Image import Image
 
 from ..data import demo_prompts_path, theme_question
@@ -22,7 +22,7 @@ from ..utils.files import apply_umask, read_template, write_atomically
 from ..utils.images import to_png
 from ..utils.logs import get_logger
 from ..utils.model_files import CARD_DATA_FILE
-from ..utils.names import public_name, relative_name, repository
+from ..utils.names import is_on_hub, public_name, relative_name, repository
 from ..utils.text import markdown_text
 from .card_data import ImageModelCardData, JudgeCardData, load_card_data, save_card_data
 from .files import (
@@ -58,8 +58,8 @@ def render_card(card: ImageModelCardData | JudgeCardData) -> ModelCard:
         "base_path": relative_name(card.base_model),
         "library": f"[paco_trl]({repository()})" if repository() else "paco_trl",
         "repository": repository(),
-        "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if "/" in base_model else base_model,
-        "is_base_on_hub": "/" in base_model,  # even if it was loaded from the Hub's cache
+        "base_link": f"[{base_model}](https://huggingface.co/{base_model})" if is_on_hub(base_model) else base_model,
+        "is_base_on_hub": is_on_hub(base_model),  # even if it was loaded from the Hub's cache
         "merged_adapter": public_name(card.merged_adapter) if card.merged_adapter else None,
         "settings": [*lora_rows, *settings] if settings else [],
         "lora_rows": lora_rows,
@@ -183,14 +183,14 @@ def metadata(card: ImageModelCardData | JudgeCardData) -> ModelCardData:
     (library, task) = card.library_and_task
     license = card.license
     base_model = public_name(card.base_model)
-    on_hub = "/" in base_model  # the Hub does not know local models
-    results = [EvalResult(task_type=task, **result) for result in _results(card)]
+    on_hub = is_on_hub(base_model)  # the Hub does not know local models
+    results = [*(card.published_results() if card.published else card.results())]
     return ModelCardData(
         library_name=library,
         pipeline_tag=task,
         base_model=base_model if on_hub else None,
         base_model_relation=("adapter" if is_adapter else "finetune") if on_hub else None,
-        datasets=[name for name in card.datasets if "/" in name] or None,
+        datasets=[*filter(is_on_hub, card.datasets)] or None,
         license=license.identifier if license else None,
         license_name=license.name if license else None,
         license_link=license.link if license else None,
@@ -224,20 +224,6 @@ def _example(card: ImageModelCardData) -> dict[str, Any]:
 
 def _code(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def _results(card: ImageModelCardData | JudgeCardData) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the Hub's evaluation results."""
-    if card.published:
-        url = f"https://huggingface.co/papers/{card.paper['id']}"
-        source = {"source_name": f"Published figures: {card.paper['title']}", "source_url": url}
-        yield from (result | source for result in card.published["results"])
-        return
-    for dataset, metric, label, value in card.results():
-        yield {
-            "dataset_type": "evaluation", "dataset_name": dataset, "metric_type": metric, "metric_name": label,
-            "metric_value": float(value),
-        }  # fmt: skip
 
 
 def _interval(fraction: float, count: int) -> str:

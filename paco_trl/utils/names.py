@@ -55,6 +55,11 @@ def public_name(name: str) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else re.split(r"[\\/]", name.rstrip("\\/"))[-1]
 
 
+def is_on_hub(public: str) -> bool:
+    """Return whether a name of [`public_name`] is a Hub id: without its path, a local one has no slash."""
+    return "/" in public
+
+
 def public_text(text: str) -> str:
     """Reduce each path of this machine in a text to its last part."""
     if not re.search(r"\s", text) and is_local(text):
