@@ -4,7 +4,6 @@
 import inspect
 import logging
 import shutil
-from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,11 @@ from safetensors.torch import load_file
 from paco_trl import load_for_inference
 from paco_trl.data import format_image_set_prompt, split_grid
 from paco_trl.data.image_sets import complete_image_sets
-from paco_trl.generation.grids import generate_grids, plan_batches
+from paco_trl.generation.grids import ImageSize, generate_grids, plan_batches
 from paco_trl.generation.image_files import is_flat, plain_prompt_arguments
 from paco_trl.generation.prompt_encoding import encoding_ahead
 from paco_trl.rollout import keyed_generator
+from paco_trl.utils.pipelines import truncations_counted
 from paco_trl.utils.stage_folder import StageFolder
 from tiny_models import build_tiny_flux2_klein
 
@@ -202,14 +202,16 @@ class TestGrids:
 
             def encode_prompt(self, prompt, device, negative_prompt=None):
                 texts.append((prompt, negative_prompt))
-                truncations["cut"] += prompt == "b"
+                if prompt == "b":
+                    logging.getLogger(__name__).warning("It was truncated: b")
                 return torch.tensor([float(len(texts))])
 
         for negatives, expected in ((["-"] * 4, 3), (list("wxyz"), 3 + 3)):
-            pipeline, texts, truncations = Pipeline(), list[tuple](), Counter[str]()
-            with encoding_ahead(pipeline, ["a", "b", "b", "c"], truncations):
+            pipeline, texts = Pipeline(), list[tuple]()
+            upcoming = ["a", "b", "b", "c"]
+            with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, upcoming, truncations):
                 found = [pipeline.encode_prompt(p, None, n) for p, n in zip("abbc", negatives, strict=True)]
-            assert len(texts) == expected and truncations["cut"] == 2
+            assert len(texts) == expected and truncations == {"It was truncated": 2}
             assert (found[1] == found[2]) == (negatives[0] == "-")
 
     @pytest.mark.parametrize("model", ["flux_kontext", "flux2_klein"])
@@ -270,12 +272,12 @@ class TestGrids:
 class TestBatches:
     @pytest.mark.parametrize(("batch_size", "num_seeds"), [(1, 4), (3, 4), (8, 4), (3, 1)])
     def test_plan_has_everything_once(self, batch_size, num_seeds):
-        sizes = [(8, 8), (8, 16), (8, 8), (8, 8), (16, 8), (8, 16)]
+        sizes = [ImageSize(*size) for size in ((8, 8), (8, 16), (8, 8), (8, 8), (16, 8), (8, 16))]
         batches = plan_batches(sizes, list(range(num_seeds)), batch_size)
         planned = sorted((row, seed) for batch in batches for row in batch.rows for seed in batch.seeds)
         assert planned == [(row, seed) for row in range(6) for seed in range(num_seeds)]
         for batch in batches:
-            assert {sizes[row] for row in batch.rows} == {(batch.height, batch.width)}
+            assert {sizes[row] for row in batch.rows} == {batch.size}
             assert len(batch.rows) * len(batch.seeds) <= batch_size
             assert len(batch.rows) == 1 or len(batch.seeds) == num_seeds
         if batch_size == 8 and num_seeds == 4:

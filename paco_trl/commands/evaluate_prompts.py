@@ -23,8 +23,9 @@ from ..image_benchmarks.prompt_systems import PromptSystem, find_leak, generate_
 from ..rewards.checks import check_columns
 from ..rewards.scoring import offloadable_models
 from ..rewards.weighting import Rewards
-from ..rollout import FAMILIES, get_family
+from ..rollout import get_family
 from ..rollout.adapters import SavedAdapter
+from ..rollout.families import find_family
 from ..rollout.loading import is_buildable, load_without_weights, read_index
 from ..rollout.policy_building import check_trained
 from ..rollout.prompt_rows import PromptRows
@@ -85,7 +86,7 @@ def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArgume
     """Read the prompts; return their options as training has them, their rows, and the settings of all images."""
     class_name = read_index(base.model, base.hub_arguments)["_class_name"]
     class_name = class_name if isinstance(class_name, str) else class_name[-1]
-    family = FAMILIES.get(class_name)
+    family = find_family(class_name)
     if family is not None and family.requires_source_image:
         is_editing = True
     elif base.card is not None:

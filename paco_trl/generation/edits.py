@@ -11,8 +11,8 @@ from ..utils.files import file_name
 from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .image_files import (
+    ImageCall,
     check_call,
-    find_family,
     generate_missing,
     name_prompts,
     negative_prompts_of,
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
+
+    from ..rollout import Family
 
 
 _CALL = ("image", "prompt", "generator")
@@ -71,6 +73,8 @@ def generate_edits(
     import torch
     from accelerate import PartialState
 
+    from ..rollout.families import find_family
+
     advice = "Choose an editing pipeline, such as FLUX.1-Kontext or Qwen-Image-Edit."
     check_call(pipeline, _CALL, f"edit a given image as a text describes, from given noise. {advice}")
     height = call_arguments.get("height")
@@ -81,13 +85,14 @@ def generate_edits(
         )
     keys = edit_keys(prompts)
     sources = SourceImages(prompts, "the prompts")
-    check_sources(pipeline, sources, keys)
+    family = find_family(pipeline)
+    check_sources(pipeline, family, sources, keys)
     names = [name for name in ("id", "language", "prompt", "height", "width") if name in prompts.column_names]
     rows = list(prompts.with_format(None).select_columns(names))
     has_language = "language" in names
     directories = [folder.images / file_name(row["language"]) if has_language else folder.images for row in rows]
     files = [directory / f"{file_name(row['id'])}.png" for directory, row in zip(directories, rows, strict=True)]
-    negatives = negative_prompts_of(pipeline, prompts, call_arguments)
+    negatives = negative_prompts_of(pipeline, family, prompts, call_arguments)
     call_arguments |= plain_prompt_arguments(pipeline)
 
     def generate(index: int) -> dict[str, "Image"]:
@@ -100,8 +105,8 @@ def generate_edits(
             keys[index]: pipeline(image=source, prompt=rows[index]["prompt"], generator=noise, **arguments).images[0]
         }
 
-    calls = [{key: file} for key, file in zip(keys, files, strict=True)]
-    flat_edits = generate_missing(pipeline, calls, generate, "edits", prompts=[[row["prompt"]] for row in rows])
+    calls = [ImageCall({key: file}, [row["prompt"]]) for key, file, row in zip(keys, files, rows, strict=True)]
+    flat_edits = generate_missing(pipeline, calls, generate, "edits")
     columns = ("id", "language") if has_language else ("id",)
     values = [(*map(row.get, columns), seed, str(file)) for row, file in zip(rows, files, strict=True)]
     dataset = typed_dataset(values, **dict.fromkeys(columns, "string"), seed="int64", image="image")
@@ -112,11 +117,14 @@ def generate_edits(
 
 
 def check_sources(
-    pipeline: "DiffusionPipeline", sources: SourceImages, keys: list[str], is_anchored: bool = False
+    pipeline: "DiffusionPipeline",
+    family: "Family | None",
+    sources: SourceImages,
+    keys: list[str],
+    is_anchored: bool = False,
 ) -> None:
     """Check the number and sizes of source images. Anchored sets add their first panel to them."""
     name = type(pipeline).__name__
-    family = find_family(pipeline)
     max_images = family.max_source_images if family is not None else None
     if max_images is not None and sources.max_count + is_anchored > max_images:
         raise ValueError(
@@ -138,15 +146,15 @@ def _size_arguments(
     pipeline: "DiffusionPipeline", row: dict[str, Any], sizes: list[tuple[int, int]], call_arguments: dict[str, Any]
 ) -> dict[str, int]:
     """Return the size arguments of a row, which complete or override the `call_arguments` of all rows."""
-    from ..rollout.families import FAMILIES
+    from ..rollout.families import FluxKontextFamily
 
     height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
     if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
         return {} if height is None or width is None else {"height": height, "width": width}
     # This pipeline scales any height and width to an area, by default of a megapixel
     if height is None or width is None:
-        family = FAMILIES["FluxKontextPipeline"]()
-        height, width = family.edited_size(pipeline, sizes, call_arguments.get("max_area") or _DEFAULT_AREA)
+        area = call_arguments.get("max_area") or _DEFAULT_AREA
+        height, width = FluxKontextFamily().edited_size(pipeline, sizes, area)
     elif "max_area" in call_arguments:
         return {"height": height, "width": width}
     return {"height": height, "width": width, "max_area": height * width}

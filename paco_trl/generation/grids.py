@@ -14,8 +14,8 @@ from ..utils.processes import wait_for_all
 from ..utils.stage_folder import StageFolder
 from .edits import check_sources
 from .image_files import (
+    ImageCall,
     check_call,
-    find_family,
     generate_missing,
     name_prompts,
     negative_prompts_of,
@@ -29,28 +29,36 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL.Image import Image
 
+    from ..rollout import Family
+
+
+class ImageSize(NamedTuple):
+    """Size of a prompt's images, and their number."""
+
+    height: int
+    width: int
+    num_images: int = 1  # images of a set
+
 
 class GridBatch(NamedTuple):
     """A call of the pipeline, or one per separate image, for all combinations of its prompts and seeds."""
 
     rows: list[int]
     seeds: list[int]
-    height: int  # size of the pipeline's images
-    width: int
-    num_images: int = 1  # images of a set
+    size: ImageSize
 
 
-def plan_batches(sizes: Sequence[tuple[int, ...]], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
-    """Plan the calls for all prompts and seeds from the images' height, width and, if not 1, number."""
+def plan_batches(sizes: Sequence[ImageSize], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
+    """Plan the calls for all prompts, given the sizes of their images, and all seeds."""
     # A function of the arguments only: the last bits of an image depend on its batch, so a resumed run must repeat the
     # calls
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
-    rows_by_size: dict[tuple[int, ...], list[int]] = {}
+    rows_by_size: dict[ImageSize, list[int]] = {}
     for row, size in enumerate(sizes):
         rows_by_size.setdefault(size, []).append(row)
     return [
-        GridBatch(rows[start : start + step], chunk, *size)
+        GridBatch(rows[start : start + step], chunk, size)
         for size, rows in rows_by_size.items()
         for start in range(0, len(rows), step)
         for chunk in chunks
@@ -103,7 +111,7 @@ def generate_grids(
     """
     from accelerate import PartialState
 
-    from ..rollout import Family
+    from ..rollout.families import Family, find_family
     from ..rollout.prompt_rows import check_panel_generation
 
     check_image_set_columns(prompts)
@@ -117,46 +125,49 @@ def generate_grids(
     check_panel_options(panel_template, panel_generation)
     name = type(pipeline).__name__
     is_anchored = panel_generation == "anchored"
-    family = find_family(pipeline) or Family
-    check_panel_generation(panel_generation, name, family)
-    sizes = image_sizes(prompts, height, width, _size_multiple(pipeline))
+    family = find_family(pipeline)
+    check_panel_generation(panel_generation, name, family or Family)
+    sizes = image_sizes(prompts, height, width, _size_multiple(pipeline, family))
 
     ids = list(sizes)
     references = None
-    if "references" in prompts.column_names and family.max_source_images > 1:  # as in training
+    if "references" in prompts.column_names and (family or Family).max_source_images > 1:  # as in training
         references = SourceImages(prompts, "the prompts", "references")
-        check_sources(pipeline, references, ids, is_anchored)
-    negatives = negative_prompts_of(pipeline, prompts, call_arguments)
+        check_sources(pipeline, family, references, ids, is_anchored)
+    negatives = negative_prompts_of(pipeline, family, prompts, call_arguments)
     if references is not None or len(set(negatives)) > 1:
         batch_size = min(batch_size, len(seeds))  # the prompts of a call share source images and a negative prompt
     if is_anchored:
         batch_size = 1  # each image has its own first panel as source
     batches = plan_batches(list(sizes.values()), seeds, batch_size)
     files = {f"{name}/{seed}": folder.images / file_name(name) / f"{seed}.png" for name in ids for seed in seeds}
-    names = [[f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds] for batch in batches]
     columns = prompts.with_format(None).select_columns(["prompt", "rows", "cols"])[:]
     text_columns = [name for name in ("prompt", "layout", "theme", "panels") if name in prompts.column_names]
     texts = [prompts_of_row(row, panel_template) for row in prompts.with_format(None).select_columns(text_columns)]
     call_arguments |= plain_prompt_arguments(pipeline)
+    calls = []
+    for batch in batches:
+        names = [f"{ids[row]}/{seed}" for row in batch.rows for seed in batch.seeds]
+        panel_prompts = [*map(list, zip(*(texts[row] for row in batch.rows), strict=True))]
+        height, width, num_images = batch.size
+        calls.append(ImageCall({name: files[name] for name in names}, panel_prompts, (height, width), num_images))
 
-    def generate(batch_index: int) -> dict[str, "Image"]:
-        batch = batches[batch_index]
+    def generate(index: int) -> dict[str, "Image"]:
+        batch, call = batches[index], calls[index]
         panels: list[list[Image]] = []
         negative = {} if negatives[batch.rows[0]] is None else {"negative_prompt": negatives[batch.rows[0]]}
-        for panel, panel_texts in enumerate(zip(*(texts[row] for row in batch.rows), strict=True)):
+        for panel, panel_texts in enumerate(call.prompts):
             sources = [] if references is None else references.load(batch.rows[0])
-            family_arguments = _family_arguments(pipeline, batch, sources, panels[0] if is_anchored and panel else [])
+            anchors = panels[0] if is_anchored and panel else []
+            family_arguments = _family_arguments(pipeline, family, batch.size, sources, anchors)
             noise = 0 if panel_generation == "shared_noise" else panel
             panels.append(_generate(pipeline, panel_texts, batch, noise, family_arguments | call_arguments | negative))
         return {
             name: images[0] if len(images) == 1 else join_grid(images, 1, len(images))
-            for name, *images in zip(names[batch_index], *panels, strict=True)
+            for name, *images in zip(call.files, *panels, strict=True)
         }
 
-    calls = [{name: files[name] for name in call_names} for call_names in names]
-    call_sizes = [(batch.height, batch.width, batch.num_images) for batch in batches]
-    call_prompts = [[*map(list, zip(*(texts[row] for row in batch.rows), strict=True))] for batch in batches]
-    flat_grids = generate_missing(pipeline, calls, generate, "grids", call_sizes, call_prompts)
+    flat_grids = generate_missing(pipeline, calls, generate, "grids")
     rows = [
         (f"{name}/{seed}", name, seed, *layout, str(files[f"{name}/{seed}"]))
         for name, *layout in zip(ids, columns["rows"], columns["cols"], strict=True)
@@ -172,9 +183,9 @@ def generate_grids(
     return dataset
 
 
-def _size_multiple(pipeline: "DiffusionPipeline") -> int:
+def _size_multiple(pipeline: "DiffusionPipeline", family: "Family | None") -> int:
     """Return the multiple that sizes must have, as far as the pipeline tells. Resized images are noticed later."""
-    if (family := find_family(pipeline)) is not None:
+    if family is not None:
         return family.size_multiple(pipeline)
     # In most pipelines this factor includes the transformer's patch size, unlike the pipeline's `vae_scale_factor`
     processor = getattr(pipeline, "image_processor", None)
@@ -183,8 +194,8 @@ def _size_multiple(pipeline: "DiffusionPipeline") -> int:
 
 def image_sizes(
     prompts: "Dataset", height: int | None, width: int | None, multiple: int | None = None
-) -> dict[str, tuple[int, int, int]]:
-    """Check and return the height, width and number of each prompt's images. Sizes must be multiples of `multiple`."""
+) -> dict[str, ImageSize]:
+    """Check and return the size and the number of each prompt's images. Sizes must be multiples of `multiple`."""
     from ..rollout.resolution import check_inference_size
 
     names = [name for name in ("rows", "cols", "height", "width", "layout") if name in prompts.column_names]
@@ -197,18 +208,22 @@ def image_sizes(
         is_separate = row.get("layout") == SEPARATE
         rows, cols = (1, 1) if is_separate else (row["rows"], row["cols"])
         check_inference_size(*size, rows, cols, multiple, where)
-        sizes[name] = (*size, row["cols"] if is_separate else 1)
+        sizes[name] = ImageSize(*size, row["cols"] if is_separate else 1)
     return sizes
 
 
 def _family_arguments(
-    pipeline: "DiffusionPipeline", batch: GridBatch, references: list["Image"], anchors: list["Image"]
+    pipeline: "DiffusionPipeline",
+    family: "Family | None",
+    size: ImageSize,
+    references: list["Image"],
+    anchors: list["Image"],
 ) -> dict[str, Any]:
     """Return the arguments that a pipeline's family adds for the size and source images of a batch."""
-    if (family := find_family(pipeline)) is None:
+    if family is None:
         return {}
     images = references + [family.prepare_panel(pipeline, image) for image in anchors]
-    arguments = family.call_arguments(batch.height, batch.width, 0.0, images)
+    arguments = family.call_arguments(size.height, size.width, 0.0, images)
     return {name: arguments[name] for name in ("max_area", "image", "_auto_resize") if name in arguments}
 
 
@@ -220,13 +235,14 @@ def _generate(
 
     from ..rollout import keyed_generator
 
+    height, width, _ = batch.size
     arguments = dict(call_arguments)
     if isinstance(arguments.get("negative_prompt"), str):  # some pipelines do not repeat a single one
         arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(batch.rows)
     images = pipeline(
         prompt=list(texts),
-        height=batch.height,
-        width=batch.width,
+        height=height,
+        width=width,
         num_images_per_prompt=len(batch.seeds),
         generator=[
             keyed_generator(seed, panel) if panel else torch.Generator().manual_seed(seed)
@@ -236,9 +252,9 @@ def _generate(
         **arguments,
     ).images
     for image in images:
-        if image.size != (batch.width, batch.height):
+        if image.size != (width, height):
             raise ValueError(
-                f"A grid has {image.height}x{image.width} pixels (height x width) instead of "
-                f"{batch.height}x{batch.width}. Choose a size that {type(pipeline).__name__} does not change."
+                f"A grid has {image.height}x{image.width} pixels (height x width) instead of {height}x{width}. Choose a "
+                f"size that {type(pipeline).__name__} does not change."
             )
     return images

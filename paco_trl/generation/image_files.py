@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ImageCall:
+    """A call of a pipeline, or one call for each panel of separate image sets, and the files of its images."""
+
+    files: dict[str, Path]  # name of an image -> its file
+    prompts: Sequence[str | list[str]] = ()  # what the pipeline is given as `prompt`, to encode ahead
+    size: tuple[int, int] | None = None  # height and width of a panel, if known
+    num_panels: int = 1  # side by side in a file
 
 
 def name_prompts(prompts: "Dataset", columns: Sequence[str] = ("id",)) -> list[str]:
@@ -67,14 +78,6 @@ def check_call(pipeline: "DiffusionPipeline", names: Sequence[str], purpose: str
         raise ValueError(f"The call of {type(pipeline).__name__} has no {', '.join(missing)}, so it cannot {purpose}")
 
 
-def find_family(pipeline: "DiffusionPipeline") -> "Family | None":
-    """Return the family of a pipeline, or `None` for a class that is in none."""
-    from ..rollout import FAMILIES
-
-    family = FAMILIES.get(type(pipeline).__name__)
-    return None if family is None else family()
-
-
 def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
     """Return call arguments that keep a pipeline from rewriting prompts, as LongCat-Image does."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
@@ -82,11 +85,11 @@ def plain_prompt_arguments(pipeline: "DiffusionPipeline") -> dict[str, bool]:
 
 
 def negative_prompts_of(
-    pipeline: "DiffusionPipeline", prompts: "Dataset", call_arguments: Mapping[str, Any]
+    pipeline: "DiffusionPipeline", family: "Family | None", prompts: "Dataset", call_arguments: Mapping[str, Any]
 ) -> list[str | None]:
     """
-    Return the negative prompt of each row, or else that of the call. A negative prompt that the pipeline would ignore
-    is an error.
+    Return the negative prompt of each row; a row without one has the call's. A negative prompt that the pipeline would
+    ignore is an error.
     """
     if "negative_prompt" not in prompts.column_names:
         return [call_arguments.get("negative_prompt")] * len(prompts)
@@ -94,7 +97,7 @@ def negative_prompts_of(
     option = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
     scale = call_arguments.get(option, parameters[option].default)
     name = type(pipeline).__name__
-    family = find_family(pipeline) if option == "guidance_scale" else None  # which may be distilled
+    family = family if option == "guidance_scale" else None  # a guidance scale may be a distilled model's
     row_prompts = prompts["negative_prompt"][:]
     for row, negative in enumerate(row_prompts):
         if negative is not None and ("negative_prompt" not in parameters or family is None and scale <= 1):
@@ -107,19 +110,18 @@ def negative_prompts_of(
     return [call_arguments.get("negative_prompt") if negative is None else negative for negative in row_prompts]
 
 
-def _warn_of_truncated(
-    pipeline: "DiffusionPipeline", calls: Sequence[Mapping[str, Path]], prompts: Sequence[Sequence[str | list[str]]]
-) -> None:
-    """Warn of prompts that the pipeline does not read to the end: those of many pipelines say nothing."""
+def _warn_of_truncated(pipeline: "DiffusionPipeline", calls: Sequence[ImageCall]) -> None:
+    """Warn of prompts that the pipeline does not read to the end, since many pipelines say nothing."""
     from ..rollout.encoder import describe_truncated
+    from ..rollout.families import find_family
 
     family = find_family(pipeline)
     if family is None:
         return
     name_by_text: dict[str, str] = {}
-    for call, call_prompts in zip(calls, prompts, strict=bool(prompts)):
-        for text in chain.from_iterable([text] if isinstance(text, str) else text for text in call_prompts):
-            name_by_text.setdefault(text, repr(next(iter(call))))
+    for call in calls:
+        for text in chain.from_iterable([text] if isinstance(text, str) else text for text in call.prompts):
+            name_by_text.setdefault(text, repr(next(iter(call.files))))
     named = [(name, text) for text, name in name_by_text.items()]
     with truncations_counted(pipeline):  # tokenizers warn of each long text
         truncated = describe_truncated(pipeline, family, named, "the images")
@@ -129,60 +131,85 @@ def _warn_of_truncated(
 
 def generate_missing(
     pipeline: "DiffusionPipeline",
-    calls: Sequence[Mapping[str, Path]],
+    calls: Sequence[ImageCall],
     generate: Callable[[int], Mapping[str, "Image"]],
     image_type: str,
-    sizes: Sequence[tuple[int, int, int]] | None = None,
-    prompts: Sequence[Sequence[str | list[str]]] = (),
 ) -> list[str]:
     """
-    Make the calls with missing images. Warn about images of one flat color, and return their names.
+    Make the calls with missing images, and save these. Warn about images of one flat color, and return their names.
 
-    A call maps the names of its images to their files. `sizes`, if known, has the height, the width, and the number of
-    side-by-side images in a file of each call; `prompts` has the pipeline's prompts of each call, to encode ahead.
+    `generate` maps the names of a call's images to the images, given the index of the call.
     """
+    missing, flat_images = _find_missing(calls)
+    flat_images += _generate(pipeline, calls, missing, generate, image_type)
+    return _report_flat(flat_images, calls, image_type)
+
+
+def _find_missing(calls: Sequence[ImageCall]) -> tuple[dict[int, list[str]], list[str]]:
+    """Return the names of missing images by the index of their call, and those of flat images read by this process."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
     state = PartialState()
-    file_sizes = [None] * len(calls) if sizes is None else sizes
-    counts = [1 if size is None else size[2] for size in file_sizes]
     # Each process checks a share of the files; then they all divide the same list of calls
     flat_images, missing = [], []
     for call_index in range(state.process_index, len(calls), state.num_processes):
-        for name, path in calls[call_index].items():
-            image = _read_image(path, file_sizes[call_index])
+        call = calls[call_index]
+        for name, path in call.files.items():
+            image = _read_image(path, call)
             if image is None:
                 missing.append((call_index, name))
-            elif is_flat(image, counts[call_index]):
+            elif is_flat(image, call.num_panels):
                 flat_images.append(name)
     wait_for_all()
     names: dict[int, list[str]] = defaultdict(list)
     for call_index, name in sorted(gather_object(missing)):
         names[call_index].append(name)
+    return names, flat_images
 
-    call_indices = list(names)[state.process_index :: state.num_processes]
+
+def _generate(
+    pipeline: "DiffusionPipeline",
+    calls: Sequence[ImageCall],
+    missing: Mapping[int, list[str]],
+    generate: Callable[[int], Mapping[str, "Image"]],
+    image_type: str,
+) -> list[str]:
+    """Make this process's share of the calls, save the missing images, and return the names of flat ones."""
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    state = PartialState()
+    call_indices = list(missing)[state.process_index :: state.num_processes]
     bar = tqdm(call_indices, desc=f"Generating {image_type}", unit="call", disable=not state.is_main_process)
     pipeline.set_progress_bar_config(disable=True)
     if state.is_main_process:
-        _warn_of_truncated(pipeline, calls, prompts)
-    upcoming = [prompt for call_index in call_indices for prompt in prompts[call_index]] if prompts else []
+        _warn_of_truncated(pipeline, calls)
+    upcoming = [prompt for call_index in call_indices for prompt in calls[call_index].prompts]
+    flat_images = []
     with truncations_counted(pipeline) as truncations, encoding_ahead(pipeline, upcoming, truncations):
         for call_index in bar:
-            images = generate(call_index)
-            for name in names[call_index]:
-                write_atomically(calls[call_index][name], to_png(images[name]))
-                if is_flat(images[name], counts[call_index]):
+            call, images = calls[call_index], generate(call_index)
+            for name in missing[call_index]:
+                write_atomically(call.files[name], to_png(images[name]))
+                if is_flat(images[name], call.num_panels):
                     flat_images.append(name)
     wait_for_all()
     for message, count in sum(gather_object([truncations]), Counter()).items():
         if state.is_main_process:
-            logger.warning(
-                f"For {count} of {sum(map(counts.__getitem__, names))} calls of {type(pipeline).__name__}: {message}."
-            )
-    all_names = [name for call in calls for name in call]
+            num_calls = sum(calls[call_index].num_panels for call_index in missing)
+            logger.warning(f"For {count} of {num_calls} calls of {type(pipeline).__name__}: {message}.")
+    return flat_images
+
+
+def _report_flat(flat_images: list[str], calls: Sequence[ImageCall], image_type: str) -> list[str]:
+    """Gather the names of flat images in the order of the calls, and warn about them."""
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    all_names = [name for call in calls for name in call.files]
     flat_images = sorted(gather_object(flat_images), key=all_names.index)
-    if flat_images and state.is_main_process:
+    if flat_images and PartialState().is_main_process:
         logger.warning(
             f"{len(flat_images)} of {len(all_names)} {image_type} have an image of one flat color: "
             f"{join_first(flat_images)}. Try another seed or, unless a safety checker blanked them, another `dtype`, "
@@ -191,15 +218,17 @@ def generate_missing(
     return flat_images
 
 
-def _read_image(path: Path, size: tuple[int, int, int] | None) -> "Image | None":
+def _read_image(path: Path, call: ImageCall) -> "Image | None":
     """Read an image, or delete its file if it is incomplete or has another size, to be generated again."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             image.load()
-            if size is not None and (image.height, image.width) != (size[0], size[1] * size[2]):
-                raise ValueError(f"{image.height}x{image.width} pixels, not {size[0]}x{size[1] * size[2]}")
+            if call.size is not None:
+                height, width = call.size[0], call.size[1] * call.num_panels
+                if (image.height, image.width) != (height, width):
+                    raise ValueError(f"{image.height}x{image.width} pixels, not {height}x{width}")
             return image
     except FileNotFoundError:
         return None

@@ -18,7 +18,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 from transformers import TrainerState
 
-from ..generation.image_files import generate_missing
+from ..generation.image_files import ImageCall, generate_missing
 from ..generation.inference import PipelineSpec
 from ..rewards.scoring import COMPLETIONS_PER_CALL, reward_arguments
 from ..rewards.weighting import Rewards
@@ -104,7 +104,10 @@ def generate_images(
     key = (settings["seed"], STREAMS["evaluation"], 0)
     sizes = rows.inference_sizes
     evaluation_round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
-    calls = [{f"{row + 1}/{image + 1}": path} for (row, image), path in files.items()]
+    calls = [
+        ImageCall({f"{row + 1}/{image + 1}": path}, size=sizes[row], num_panels=rows.lengths[row])
+        for (row, image), path in files.items()
+    ]
 
     def generate(number: int) -> dict:
         completion = evaluation_round.completions[number]
@@ -118,11 +121,10 @@ def generate_images(
                 evaluation_round, batches, settings["num_inference_steps"], is_collective=False
             )
         image, completed_set.image = completed_set.image, None
-        return dict(zip(calls[number], [image], strict=True))
+        return dict(zip(calls[number].files, [image], strict=True))
 
-    call_sizes = [(*sizes[row], rows.lengths[row]) for row, _ in files]
     with policy.on_device():
-        generate_missing(pipeline, calls, generate, f"images of {public_name(spec.name)}", call_sizes)
+        generate_missing(pipeline, calls, generate, f"images of {public_name(spec.name)}")
     accelerator.wait_for_everyone()
 
 

@@ -35,7 +35,7 @@ MUTANTS = [
     (P + "image_benchmarks/leakage.py", 'row_by_text.get(" ".join(split_words(text)))', 'row_by_text.get(text)', "tests/test_leakage.py"),
     (P + "generation/grids.py", "keyed_generator(seed, panel) if panel else", "keyed_generator(seed, 1) if panel else", "tests/test_generate_grids.py tests/test_stories.py"),
     (P + "generation/grids.py", 'noise = 0 if panel_generation == "shared_noise" else panel', 'noise = panel', "tests/test_generate_grids.py tests/test_stories.py"),
-    (P + "generation/grids.py", "        if image.size != (batch.width, batch.height):", "        if False:", "tests/test_generate_grids.py"),
+    (P + "generation/grids.py", "        if image.size != (width, height):", "        if False:", "tests/test_generate_grids.py"),
     (P + "utils/names.py", 'return f"{cached[1]}/{cached[2]}" if cached else re.split', 'return re.split', "tests/test_model_cards.py::TestLicenses"),
     (P + "image_benchmarks/paired_results.py", "if not math.isnan(value):", "if True:", "tests/test_t2is_bench.py::TestStatistics"),
     (P + "data/image_sets.py", "len(panels) != rows * cols or not all(map(is_text, panels))", "len(panels) < rows * cols or not all(map(is_text, panels))", "tests/test_data.py"),

@@ -32,6 +32,12 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
+def find_family(pipeline) -> Family | None:
+    """Return the family of a pipeline, or of the name of its class; `None` where the class is not in `FAMILIES`."""
+    family = FAMILIES.get(pipeline if isinstance(pipeline, str) else type(pipeline).__name__)
+    return None if family is None else family()
+
+
 def get_family(pipeline) -> Family:
     """
     Return the family of a pipeline.
@@ -46,7 +52,4 @@ def get_family(pipeline) -> Family:
     Raises:
         ValueError: the pipeline cannot be trained without a family class of its own.
     """
-    name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
-    if name in FAMILIES:
-        return FAMILIES[name]()
-    return UnlistedFamily(pipeline)
+    return find_family(pipeline) or UnlistedFamily(pipeline)
