@@ -107,7 +107,9 @@ def make_grids(args: arguments.GridsArguments) -> None:
     spec = args.read_loading_spec()
     call = args.get_call_arguments(spec)
     settings = {name: getattr(args, name) for name in ("seeds", "batch_size", "height", "width")}
-    settings |= spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.weights
+    settings |= (
+        spec.settings | {"model": spec.model, "model_files": digest_model_files(spec.model)} | spec.digest_weights()
+    )
     # Without an accelerator, processes only form a group if told to use the CPU
     state = PartialState(cpu=not torch.accelerator.is_available())
     folder = stage(args, "grids", settings | call | {"prompts": digest_of_prompts(prompts)})

@@ -121,7 +121,7 @@ def prepare_generation(args: arguments.GenerateArguments, locks: ExitStack, spec
         raise_errors(find_unused(args, PANEL_OPTIONS, "without a set of separate images"))
     call = args.get_call_arguments(spec)
     names = ("benchmark", "adapter", "seeds", "batch_size", "height", "width")
-    settings = spec.weights | {name: getattr(args, name) for name in names} | spec.settings | call | panels
+    settings = spec.digest_weights() | {name: getattr(args, name) for name in names} | spec.settings | call | panels
     settings |= {"model": spec.model, "model_files": digest_model_files(spec.model)}
     settings["prompts"] = digest_of_prompts(benchmark)
     if args.benchmark != "gedit":

@@ -126,7 +126,7 @@ def _generate_systems(
     systems: list[PromptSystem] = []
     public_settings = {name: value for name, value in settings.items() if name not in ("prompts", "model_files")}
     for name, adapter, spec, leak in zip(args.folders, [None, *(args.adapter or [])], specs, leaks, strict=True):
-        weights = {} if adapter is None else {"adapter": adapter, "weights": spec.weights["adapter_weights"]}
+        weights = {} if adapter is None else {"adapter": adapter, "weights": spec.digest_weights()["adapter_weights"]}
         folder = Path(args.output_dir) / name
         images = StageFolder(folder, settings | weights).images
         indices = itertools.product(range(len(rows)), range(args.num_generations))

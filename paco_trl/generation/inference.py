@@ -10,16 +10,13 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils import send_to_device
 from diffusers import AutoModel, DiffusionPipeline
 from huggingface_hub import metadata_load, snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from ..checkpointing.checkpoints import find_saved_model, list_checkpoints
 from ..hub.card_data import ImageModelCardData, load_card_data
-from ..rollout import FAMILIES, get_family
+from ..rollout import get_family
 from ..rollout.adapters import SavedAdapter, load_transformer_adapter
 from ..rollout.loading import read_index
 from ..rollout.policy_building import store_as_fp8
@@ -35,8 +32,8 @@ from ..utils.model_files import (
 )
 from ..utils.names import check_adapter_base, is_local, is_same_model
 from ..utils.option_checks import DTYPES, QUANTIZATIONS
-from ..utils.placement import cpu_memory, to_cpu
 from ..utils.quantization import pipeline_quantization_config
+from .offloading import offload_components
 
 
 logger = logging.getLogger(__name__)
@@ -91,9 +88,8 @@ class PipelineSpec:
         settings["vae_tiling"] = self.vae_tiling or None
         return {name: value for name, value in settings.items() if value is not None}
 
-    @property
-    def weights(self) -> dict[str, str]:
-        """Return the adapter, LoRA or transformer, with a digest of its weights, for records."""
+    def digest_weights(self) -> dict[str, str]:
+        """Return the adapter, LoRA or transformer, with a digest of its weights, for records; downloads if needed."""
         if (adapter := self.adapter or self.lora) is not None:
             return {"adapter": adapter, "adapter_weights": file_digest(find_adapter_file(adapter))}
         if self.transformer is None:
@@ -142,7 +138,7 @@ class PipelineSpec:
         if self.quantization == "fp8_storage":
             store_as_fp8(pipeline, get_family(pipeline), transformer, self.dtype)
         if self.offload and execution_device.type != "cpu":
-            pipeline.paco_trl_offloader = ComponentOffloader(pipeline, execution_device)
+            offload_components(pipeline, execution_device)
         else:
             pipeline.to(execution_device)
         return pipeline
@@ -350,47 +346,3 @@ def _download(name: str, revision: str) -> str:
     if not inside:
         selected["ignore_patterns"] = ["*checkpoint*/*"]
     return os.path.join(snapshot_download(folder, revision=revision, **selected), file or "").rstrip(os.sep)
-
-
-class ComponentOffloader:
-    """
-    Alternates the text encoders and the other components of a pipeline on a device.
-
-    Unlike with `enable_model_cpu_offload`, the transformer stays until the next text is encoded, and leaving weights
-    are not copied, since the CPU still has them.
-    """
-
-    def __init__(self, pipeline: DiffusionPipeline, device: torch.device):
-        self.device = device
-        self._current = list[nn.Module]()
-        self._memory = cpu_memory(self._current)
-        modules = {name: module for name, module in pipeline.components.items() if isinstance(module, nn.Module)}
-        family = FAMILIES.get(type(pipeline).__name__)
-        names = [name for name in modules if "encoder" in name] if family is None else family.text_encoders
-        encoders = [module for name, module in modules.items() if name in names]
-        others = [module for name, module in modules.items() if name not in names]
-        for group in (encoders, others):
-            for module in group:
-                module.to("cpu")  # bitsandbytes quantizes on the device
-                add_hook_to_module(module, OffloadHook(self, group))
-
-    def activate(self, modules: list[nn.Module]) -> None:
-        """Move a group to the device, and the current one to the CPU."""
-        if modules is not self._current:
-            to_cpu(self._current, self._memory)
-            self._current = modules
-            self._memory = cpu_memory(modules)
-            for module in modules:
-                module.to(self.device)
-
-
-class OffloadHook(ModelHook):
-    """Moves the group of a component to the device before its forward pass."""
-
-    def __init__(self, offloader: ComponentOffloader, group: list[nn.Module]):
-        self.offloader, self.group = offloader, group
-        self.execution_device = offloader.device  # read by diffusers
-
-    def pre_forward(self, module: nn.Module, *args, **kwargs) -> tuple[tuple, dict]:
-        self.offloader.activate(self.group)
-        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)

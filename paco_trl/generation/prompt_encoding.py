@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
+from ..utils.pipelines import truncations_counted
+from .offloading import offloader_of
+
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -25,10 +28,11 @@ def encoding_ahead(
     """
     Replace the pipeline's `encode_prompt` by an [`AheadEncoder`], unless all its models are on the device together.
     """
-    if not (hasattr(pipeline, "paco_trl_offloader") and hasattr(pipeline, "encode_prompt")):
+    offloader = offloader_of(pipeline)
+    if offloader is None or not hasattr(pipeline, "encode_prompt"):
         yield
         return
-    pipeline.encode_prompt = AheadEncoder(pipeline, upcoming, truncations)
+    pipeline.encode_prompt = AheadEncoder(pipeline, offloader.device, upcoming, truncations)
     try:
         yield
     finally:
@@ -43,9 +47,16 @@ class AheadEncoder:
     as if it were encoded each time.
     """
 
-    def __init__(self, pipeline: "DiffusionPipeline", upcoming: list[str | list[str]], truncations: Counter[str]):
+    def __init__(
+        self,
+        pipeline: "DiffusionPipeline",
+        device: torch.device,
+        upcoming: list[str | list[str]],
+        truncations: Counter[str],
+    ):
+        self.pipeline = pipeline
         self.encode = pipeline.encode_prompt
-        self.device = pipeline.paco_trl_offloader.device
+        self.device = device
         self.upcoming = upcoming
         self.next_index = 0  # in `upcoming`
         self.truncations = truncations
@@ -84,12 +95,10 @@ class AheadEncoder:
         self.negative_prompts[_key(arguments, prompt)] = self._encode(arguments)
 
     def _encode(self, arguments: dict[str, Any]) -> tuple[Any, Counter[str]]:
-        """Return embeddings on the CPU, and how often each truncation was counted, which is taken back here."""
-        earlier = self.truncations.copy()
-        embeddings = send_to_device(self.encode(**copy.deepcopy(arguments)), "cpu")  # Z-Image modifies lists in place
-        counted = self.truncations - earlier
-        self.truncations.subtract(counted)
-        return embeddings, counted
+        """Return embeddings on the CPU, and the truncations, which are counted when the embeddings are used."""
+        with truncations_counted(self.pipeline) as truncations:
+            arguments = copy.deepcopy(arguments)  # Z-Image modifies lists in place
+            return send_to_device(self.encode(**arguments), "cpu"), truncations
 
 
 def _key(arguments: dict[str, Any], prompt: str | list[str]) -> str:

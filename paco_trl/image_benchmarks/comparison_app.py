@@ -21,7 +21,8 @@ from ..data import (
     theme_question,
 )
 from ..data.image_sets import SEPARATE, arrange_sets, prompt_texts, prompts_of_row
-from ..generation.inference import ComponentOffloader, read_adapter
+from ..generation.inference import read_adapter
+from ..generation.offloading import offloader_of
 from ..rollout.families import get_family
 from ..rollout.prompt_rows import check_panel_generation
 from ..rollout.resolution import check_inference_size
@@ -69,7 +70,7 @@ class Comparison:
         self.pipeline = pipeline
         self.judge = judge
         self.panel_size = panel_size
-        self.offloader: ComponentOffloader | None = getattr(pipeline, "paco_trl_offloader", None)
+        self.offloader = offloader_of(pipeline)
         self._judge_models = [] if judge is None or self.offloader is None else [judge.model.to("cpu")]
         pipeline.set_progress_bar_config(disable=True)
         self.family = get_family(pipeline)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def truncations_counted(pipeline: "DiffusionPipeline") -> Iterator[Counter[str]]:
-    """Count in place of the pipeline's warnings how many prompts of each kind were truncated."""
+    """Count in place of the pipeline's warnings how many prompts of each kind were truncated; the innermost counts."""
     # Prompts of image sets are always longer than CLIP reads, and the pipeline logs each prompt with its full text
     truncations: Counter[str] = Counter()
 
@@ -28,7 +28,7 @@ def truncations_counted(pipeline: "DiffusionPipeline") -> Iterator[Counter[str]]
     names = (type(pipeline).__module__, "transformers.tokenization_utils_base")
     loggers = [logging.getLogger(name) for name in names]
     for logger_ in loggers:
-        logger_.addFilter(count)
+        logger_.filters.insert(0, count)  # before those of an outer context, which it keeps from counting
     try:
         yield truncations
     finally:
