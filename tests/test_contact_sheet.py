@@ -100,7 +100,8 @@ def test_small_images_stay_sharp_and_letters_of_any_language_are_drawn():
 def test_the_separate_images_of_a_set_have_a_gap():
     image = join_grid([Image.new("RGB", (64, 64), color) for color in (SOURCE, SECOND_SOURCE)], 1, 2)
     done = [Completion(number, 0, number, None, [None] * count, image=image) for number, count in enumerate((1, 2))]
-    shown = ScoredImages.collect(Accelerator(cpu=True), done, 2, [], torch.zeros(2, 0), {})
+    scores = {"reward_names": [], "rewards": torch.zeros(2, 0), "extra": {}}
+    shown = ScoredImages.collect(Accelerator(cpu=True), done, 2, **scores)
     assert shown.pictures[0].size == (128, 64) and shown.pictures[1].size == (130, 64)
     assert [shown.pictures[1].getpixel((x, 9)) for x in (63, 64, 65, 66)] == [SOURCE, *[(255,) * 3] * 2, SECOND_SOURCE]
 

@@ -27,7 +27,9 @@ def setup_cfg() -> configparser.RawConfigParser:
 
 @pytest.mark.slow
 def test_import_is_light():
-    code = "import sys, paco_trl.data, paco_trl.rewards, paco_trl.generation.sample_sheet, paco_trl.dataset_building.publish\n"
+    code = (
+        "import sys, paco_trl.data, paco_trl.rewards, paco_trl.plots.sample_sheet, paco_trl.dataset_building.publish\n"
+    )
     code += "print(' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
     code += "sys.modules['openai'] = None\n"
     code += "from paco_trl import PaCoGRPOTrainer, PaCoRewardTrainer; print('torch' in sys.modules)\n"

@@ -16,7 +16,7 @@ from PIL import Image
 
 from paco_trl.data import check_ranking_columns, rankings_to_pairs, split_grid
 from paco_trl.dataset_building.panels import cut_panels, instances_to_rankings, make_instances, pixels_sha256
-from paco_trl.generation.sample_sheet import grids_sheet
+from paco_trl.plots.sample_sheet import grids_sheet
 from paco_trl.utils.stage_folder import StageFolder
 
 

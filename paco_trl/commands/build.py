@@ -13,7 +13,7 @@ from rich.markup import escape
 from .. import dataset_building as building
 from ..data import load_image_set_prompts
 from ..generation.image_files import digest_of_prompts
-from ..generation.sample_sheet import pairs_sheet
+from ..plots.sample_sheet import pairs_sheet
 from ..utils.chat import ChatEndpoint
 from ..utils.errors import OptionError
 from ..utils.files import digest

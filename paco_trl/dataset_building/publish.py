@@ -15,9 +15,9 @@ from PIL import Image
 
 from ..data.pairs import check_pair_columns
 from ..data.rankings import check_ranking_columns
-from ..generation.sample_sheet import pairs_sheet, rankings_sheet
 from ..hub.licenses import License, read_license
 from ..hub.repositories import check_repo, explain_outages
+from ..plots.sample_sheet import pairs_sheet, rankings_sheet
 from ..utils.images import reading
 from .dataset_card import count_pairs, count_rankings, dataset_card
 

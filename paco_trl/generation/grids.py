@@ -8,6 +8,7 @@ from ..data.columns import typed_dataset
 from ..data.grids import join_grid
 from ..data.image_sets import PANEL_TEMPLATE, SEPARATE, check_image_set_columns, prompts_of_row
 from ..data.source_images import SourceImages
+from ..plots.sample_sheet import grids_sheet
 from ..utils.files import file_name
 from ..utils.option_checks import check_panel_options
 from ..utils.processes import wait_for_all
@@ -21,7 +22,6 @@ from .image_files import (
     negative_prompts_of,
     plain_prompt_arguments,
 )
-from .sample_sheet import grids_sheet
 
 
 if TYPE_CHECKING:

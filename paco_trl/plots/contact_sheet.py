@@ -5,7 +5,7 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +50,73 @@ def thumbnail(image: Image.Image, count: int = 1) -> Image.Image:
     return copy
 
 
+@dataclass(frozen=True)
+class SheetLayout:
+    """Sizes on a sheet, in pixels."""
+
+    letter: int  # height of the letters
+    columns: int  # squares that fit side by side into an image
+    has_sets: bool  # images are sets, and are farther from each other than the images in a set
+    square: int = 180  # width of a square image
+
+    @property
+    def gap(self) -> int:
+        """Margin of the sheet."""
+        return self.letter * 2 // 3
+
+    @property
+    def line(self) -> int:
+        """Height of a line of text."""
+        return self.letter * 3 // 2
+
+    @property
+    def apart(self) -> int:
+        """Distance of the images in a block."""
+        return 3 * self.gap if self.has_sets else self.gap
+
+    @property
+    def cell(self) -> int:
+        """Width of a cell."""
+        return self.square * self.columns
+
+    @property
+    def highest(self) -> int:
+        """Greatest height of an image."""
+        return self.square * 3 // 2
+
+    def width_of(self, blocks: Sequence[Sequence[Cell]]) -> int:
+        """Return the width of a row."""
+        return self.gap + sum(len(block) * (self.cell + self.apart) + self.gap for block in blocks)
+
+    def fit_to(self, width: int, rows: Sequence[SheetRow]) -> "SheetLayout":
+        """Return a layout in which the widest row has a width."""
+        squares = [(width - self.gap * (1 + len(blocks))) // sum(map(len, blocks)) - self.apart for _, blocks in rows]
+        return replace(self, square=min(squares))
+
+
 def render_sheet(
     rows: Sequence[SheetRow], heading: str = "", columns: int = 1, letter: int = 13, width: int | None = None
 ) -> Image.Image:
-    """Render rows of blocks of images, each 180 pixels wide for each of its `columns`, or of a sheet of a `width`."""
-    cell = 180
-    gap = letter * 2 // 3
-    is_wide = any(image and breadth(image) > 1 for _, blocks in rows for block in blocks for image, _ in block)
-    apart = 3 * gap if is_wide else gap  # sets are farther from each other than the images in them
+    """
+    Render rows of images. Images are as wide as `columns` squares of 180 pixels or, if the sheet has a `width`, as fit.
+    """
+    has_sets = any(image and breadth(image) > 1 for _, blocks in rows for block in blocks for image, _ in block)
+    layout = SheetLayout(letter, columns, has_sets)
     if width is not None:
-        cell = min((width - gap * (1 + len(blocks))) // sum(map(len, blocks)) - apart for _, blocks in rows)
-    highest = cell * 3 // 2
-    cell = cell * columns
-    width = gap + max(sum(len(block) * (cell + apart) + gap for block in blocks) for _, blocks in rows)
-    rows = [*[(heading, [])] * bool(heading), *rows]
-    strips = [Image.new("RGB", (width, gap), "white")]
-    strips += [_render_row(text, blocks, width, cell, highest, letter, apart) for text, blocks in rows]
+        layout = layout.fit_to(width, rows)
+    sheet_width = max(layout.width_of(blocks) for _, blocks in rows)
+    headings: list[SheetRow] = [(heading, [])] if heading else []
+    strips = [Image.new("RGB", (sheet_width, layout.gap), "white")]
+    strips += [_render_row(text, blocks, sheet_width, layout) for text, blocks in [*headings, *rows]]
     return Image.fromarray(np.concatenate(list(map(np.asarray, strips))))
 
 
-def _render_row(
-    text: str, blocks: Sequence[Sequence[Cell]], width: int, cell: int, highest: int, letter: int, apart: int
-) -> Image.Image:
-    gap = letter * 2 // 3
-    line = letter * 3 // 2
+def _render_row(text: str, blocks: Sequence[Sequence[Cell]], width: int, layout: SheetLayout) -> Image.Image:
+    letter, gap, line, cell = layout.letter, layout.gap, layout.line, layout.cell
     lines = [part for paragraph in text.split("\n") for part in _wrap(paragraph, letter, width - 2 * gap)]
-    shown = [[(image and _scale(image, cell, highest), caption) for image, caption in block] for block in blocks]
+    shown = [
+        [(image and _scale(image, cell, layout.highest), caption) for image, caption in block] for block in blocks
+    ]
     cells = sum(shown, [])
     below = len(lines) * line + max((image.height for image, _ in cells if image), default=0)
     num_captions = max((len(caption.split("\n")) for _, caption in cells), default=0)
@@ -92,13 +133,13 @@ def _render_row(
             for line_number, part in enumerate(caption.split("\n")):
                 top_center = (left + cell // 2, below + line_number * line + 2)
                 draw.text(top_center, part, "#333333", _font(part, letter), anchor="ma")
-            left += cell + apart
+            left += cell + layout.apart
         left += gap
     return strip
 
 
 def _scale(image: Image.Image, cell: int, highest: int) -> Image.Image:
-    """Scale an image to the width of a cell; the pixels of a small one stay sharp, and a tall one is not as wide."""
+    """Scale an image to the width of a cell. The pixels of a small image stay sharp, and a tall image is narrower."""
     method = Image.Resampling.NEAREST if max(image.size) < cell else Image.Resampling.BICUBIC
     return ImageOps.contain(to_rgb(image, "An image of the sheet"), (cell, highest), method)
 
@@ -138,15 +179,24 @@ class ScoredImages:
 
     @classmethod
     def collect(
-        cls, accelerator: Accelerator, completions: Sequence[Completion], num_generations: int, *scores
+        cls,
+        accelerator: Accelerator,
+        completions: Sequence[Completion],
+        num_generations: int,
+        *,
+        reward_names: list[str],
+        rewards: torch.Tensor,
+        extra: dict[str, list],
+        advantages: torch.Tensor | None = None,
     ) -> "ScoredImages":
-        """Gather thumbnails of the first prompts from all processes; `scores` are the other attributes, in order."""
+        """Gather thumbnails of the first prompts from all processes."""
         mine = [
             (done.index, thumbnail(done.image, len(done.samples)))
             for done in completions
             if done.image is not None and done.group < MAX_PROMPTS and done.generation < MAX_IMAGES
         ]
-        return cls(dict(gather_object(mine)), num_generations, *scores)
+        pictures = dict(gather_object(mine))
+        return cls(pictures, num_generations, reward_names, rewards, extra, advantages)
 
     def scores(self, image_index: int) -> dict[str, float | None]:
         """Return the scores of an image by name; a missing reward is `None`."""

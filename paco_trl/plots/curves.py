@@ -62,15 +62,17 @@ def plot_curves(table: pd.DataFrame, path: str | Path) -> bool:
 
 
 class CurvesCallback(TrainerCallback):
-    """Write `curves.csv` and `curves.png` (`plot`) at checkpoints and at the end."""
+    """
+    Write `curves.csv` and `curves.png` (`plot`) at checkpoints and at the end.
 
-    # From `state.log_history`, which checkpoints hold: after a resume they equal those of an uninterrupted run
+    Checkpoints hold `state.log_history`, so that a resumed run plots the same curves as an uninterrupted one.
+    """
 
     def __init__(self, plot: bool = True):
         self._plot = plot
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        # Before the first step they would replace those of an earlier run
+        # Before the first step, the curves of an earlier run would be overwritten
         if not state.is_world_process_zero or not any(entry["step"] for entry in state.log_history):
             return
         table = history_table(state.log_history)

@@ -78,10 +78,14 @@ class ContactSheetsCallback(TrainerCallback):
     ) -> None:
         """Save the sheet of a round. Collective: called on all ranks."""
         scored = ScoredImages.collect(
-            self.accelerator, round.completions, round.num_generations, self.reward_names, scores.rewards,
-            scores.extra,
-            advantages,
-        )  # fmt: skip
+            self.accelerator,
+            round.completions,
+            round.num_generations,
+            reward_names=self.reward_names,
+            rewards=scores.rewards,
+            extra=scores.extra,
+            advantages=advantages,
+        )
         title = f"Round {round.index}, step {state.global_step}"
         self.save(args, state, f"round_{round.index:05d}", title, round.rows, round.row_indices, scored)
         if self.accelerator.is_main_process:
@@ -99,8 +103,13 @@ class ContactSheetsCallback(TrainerCallback):
         self.save(args, state, name, title, rows, list(range(len(rows))), scored, untrained, tracker)
 
     def _scored_images(self, evaluation: Evaluation, num_generations: int) -> ScoredImages:
-        columns = (evaluation.pictures, num_generations, self.eval_reward_names, evaluation.rewards, evaluation.extra)
-        return ScoredImages(*columns)
+        return ScoredImages(
+            pictures=evaluation.pictures,
+            num_generations=num_generations,
+            reward_names=self.eval_reward_names,
+            rewards=evaluation.rewards,
+            extra=evaluation.extra,
+        )
 
     def save(
         self,

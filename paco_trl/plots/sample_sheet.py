@@ -70,6 +70,6 @@ def rankings_sheet(rankings: Dataset, path: str | Path, max_rows: int = 4) -> No
 
 
 def _save(rows: list[tuple[str, list[list[tuple[Image.Image, str]]]]], path: str | Path) -> None:
-    from ..plots.contact_sheet import render_sheet
+    from .contact_sheet import render_sheet
 
     render_sheet(rows).save(path)
