@@ -151,7 +151,7 @@ def _size_arguments(
     height, width = (call_arguments.get(name) or row.get(name) for name in ("height", "width"))
     if "max_area" not in inspect.signature(type(pipeline).__call__).parameters:
         return {} if height is None or width is None else {"height": height, "width": width}
-    # This pipeline scales any height and width to an area, by default of a megapixel
+    # This pipeline scales any height and width to an area, which is a megapixel by default
     if height is None or width is None:
         area = call_arguments.get("max_area") or _DEFAULT_AREA
         height, width = FluxKontextFamily().edited_size(pipeline, sizes, area)

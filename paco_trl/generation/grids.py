@@ -50,8 +50,8 @@ class GridBatch(NamedTuple):
 
 def plan_batches(sizes: Sequence[ImageSize], seeds: Sequence[int], batch_size: int) -> list[GridBatch]:
     """Plan the calls for all prompts, given the sizes of their images, and all seeds."""
-    # A function of the arguments only: the last bits of an image depend on its batch, so a resumed run must repeat the
-    # calls
+    # The plan depends on the arguments only: a resumed run must repeat the same calls, since the last bits of an image
+    # depend on its batch
     chunks = [list(seeds[start : start + batch_size]) for start in range(0, len(seeds), batch_size)]
     step = max(batch_size // len(seeds), 1)
     rows_by_size: dict[ImageSize, list[int]] = {}

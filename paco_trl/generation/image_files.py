@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files from a pipeline: existing ones are kept, and the missing ones divided among the processes."""
+"""Image files from a pipeline: existing files are kept, and the processes share the calls for missing files."""
 
 import inspect
 import logging
@@ -151,7 +151,7 @@ def _find_missing(calls: Sequence[ImageCall]) -> tuple[dict[int, list[str]], lis
     from accelerate.utils import gather_object
 
     state = PartialState()
-    # Each process checks a share of the files; then they all divide the same list of calls
+    # Each process checks a share of the files; then all processes have the same list of calls to share
     flat_images, missing = [], []
     for call_index in range(state.process_index, len(calls), state.num_processes):
         call = calls[call_index]
@@ -232,7 +232,7 @@ def _read_image(path: Path, call: ImageCall) -> "Image | None":
             return image
     except FileNotFoundError:
         return None
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises the first two
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises `OSError` and `SyntaxError`
         logger.warning(f"{path} cannot be used ({error}): it is generated again.")
         path.unlink()
         return None

@@ -50,7 +50,9 @@ class PipelineSpec:
     revision: str | None = None  # commit of the base model
     adapter: str | None = None  # Hub id, directory or file, only for the transformer
     lora: str | None = None  # any other LoRA, for example one that includes text encoders
-    transformer: str | None = None  # Hub id or directory of a full transformer that replaces the base model's
+    transformer: str | None = (
+        None  # Hub id or directory of a full transformer, used in place of the base model's transformer
+    )
     dtype: torch.dtype = torch.bfloat16
     quantization: str | None = None
     vae_tiling: bool = False

@@ -41,7 +41,7 @@ def encoding_ahead(
 
 class AheadEncoder:
     """
-    Encodes a prompt of a pipeline together with those that come next, and keeps their embeddings on the CPU.
+    Encodes a prompt of a pipeline together with the next prompts, and keeps their embeddings on the CPU.
 
     `upcoming` has the prompts in the order of their calls. `truncations` counts a truncated prompt whenever it is used,
     as if it were encoded each time.
@@ -60,7 +60,8 @@ class AheadEncoder:
         self.upcoming = upcoming
         self.next_index = 0  # in `upcoming`
         self.truncations = truncations
-        # Embeddings and truncations by the arguments of a call. Negative prompts are rarely upcoming ones, and stay
+        # Embeddings and truncations by the arguments of a call. Prompts outside `upcoming`, mostly negative prompts, are
+        # kept until there are many
         self.prompts: dict[str, tuple[Any, Counter[str]]] = {}
         self.negative_prompts: dict[str, tuple[Any, Counter[str]]] = {}
         self.settings: set[str] = set()  # the arguments without the prompt
@@ -79,7 +80,7 @@ class AheadEncoder:
         return send_to_device(embeddings, self.device)
 
     def _encode_turn(self, arguments: dict[str, Any]) -> None:
-        """Encode the prompt, and if it is an upcoming one, those that follow it."""
+        """Encode the prompt and, if it is in `upcoming`, the prompts after it."""
         prompt = arguments["prompt"]
         if prompt in self.upcoming[self.next_index :]:
             self.next_index = self.upcoming.index(prompt, self.next_index)

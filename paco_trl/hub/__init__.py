@@ -2,8 +2,8 @@
 """
 Hugging Face Hub integration: the card data saved with a model (`paco_trl.json`), its card, and pushes.
 
-A trainer fills in an [`ImageModelCardData`] or a [`JudgeCardData`]; they can also be loaded from a file or written by
-hand.
+A trainer fills in an [`ImageModelCardData`] or a [`JudgeCardData`]. Card data can also be loaded from a file or written
+by hand.
 """
 
 from typing import TYPE_CHECKING

@@ -56,7 +56,7 @@ class RewardRow:
     """Row of the card's table of rewards."""
 
     name: str
-    weight: float | None = None  # `None` for a reward that the run had before it was resumed with others
+    weight: float | None = None  # `None` for a reward of the run before it was resumed with other rewards
     model: str | None = None  # name of the underlying model
     first: float | None = None  # mean over the images of the first round
     last: float | None = None  # mean over the images of the last round
@@ -71,7 +71,7 @@ class EvaluationRow:
     baseline: float | None = None  # mean before training
     gain_ci_low: float | None = None  # 95 % bootstrap interval of mean - baseline, over prompts
     gain_ci_high: float | None = None
-    dataset: str | None = None  # its name, if there are several
+    dataset: str | None = None  # name of the dataset, if there are several
     model: str | None = None  # name of the reward's underlying model
     step: int | None = None  # optimizer step of the evaluation
 
@@ -86,7 +86,7 @@ class _CardData:
     base_revision: str | None = None  # commit of a base model on the Hub
     lora: LoRA | None = None  # even if it was merged
     merged_adapter: str | None = None  # Hub id or directory of the merged adapter
-    license: License | None = None  # if `None`, the card refers to the base model's
+    license: License | None = None  # if `None`, the card refers to the base model's license
     datasets: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=lambda: ["paco-trl"])
     hardware: str | None = None
@@ -94,7 +94,7 @@ class _CardData:
     saved_at: str | None = field(default=None, compare=False)  # time in UTC, as ISO 8601
     versions: dict[str, str] = field(default_factory=dict)  # libraries and their versions
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
-    settings: dict[str, Any] = field(default_factory=dict)  # settings of the training, mostly named like the config's
+    settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly named like options of the config
     # Only in reference cards: `config`, `command`, `tables`, ...
     published: dict[str, Any] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)  # file names of the card's images
@@ -111,7 +111,7 @@ class _CardData:
         return EvalResult(task, "evaluation", dataset, metric, float(value), metric_name=label)
 
     def published_results(self) -> Iterator[EvalResult]:
-        """Yield the results of a reference card, which are the paper's."""
+        """Yield the paper's results, which only reference cards have."""
         _, task = self.library_and_task
         url = f"https://huggingface.co/papers/{self.paper['id']}"
         source = {"source_name": f"Published figures: {self.paper['title']}", "source_url": url}
@@ -212,7 +212,7 @@ def card_data_text(card: ImageModelCardData | JudgeCardData) -> str:
 
 def load_card_data(model: str | Path) -> ImageModelCardData | JudgeCardData | None:
     """
-    Load the card data saved with a model (Hub id or directory), `None` if it has no `paco_trl.json`.
+    Load the card data saved with a model (Hub id or directory). Return `None` if the model has no `paco_trl.json`.
 
     Raises:
         ValueError: If the file does not have the format of [`save_card_data`].

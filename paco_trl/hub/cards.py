@@ -85,8 +85,8 @@ def save_card(
     card: ImageModelCardData | JudgeCardData, folder: str | Path, pictures: Mapping[str, Path | Image] | None = None
 ) -> None:
     """
-    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`; delete the pictures of an earlier card
-    that it no longer has.
+    Save a card as `README.md` and `paco_trl.json`, with its new `pictures`. Delete the pictures of an earlier card that
+    the new card does not have.
 
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
@@ -103,9 +103,10 @@ def saving_model(
     published_patterns: Collection[str] = (),
 ) -> Iterator[None]:
     """
-    Save a card with the weights that the body writes, files that match `published_patterns`, in place of an earlier model.
+    Save a card and, within the body, the files of its model, which match `published_patterns`.
 
-    A process that has to wait for others must not fail here alone: check for foreign files on all of them before.
+    The model replaces an earlier model of any kind; without patterns, only an earlier card is replaced. Where several
+    processes save together, call [`check_no_foreign_files`] on all of them before, so that none fails here alone.
 
     Raises:
         ValueError: If the directory already has files of these names that paco_trl did not write.
@@ -124,7 +125,7 @@ def _remove_replaced_files(
     """
     Delete the files that a card, or with `published_patterns` a model of any kind, replaces.
 
-    They are not overwritten, since a pending upload may hard-link to them.
+    Overwriting the files would change a pending upload, which may hard-link to them.
     """
     folder, pictures_before = Path(folder), saved_pictures(folder)
     old_pictures = pictures_before or set()
@@ -155,7 +156,7 @@ def _write_card(
 
 
 def _keep_edited(folder: Path) -> None:
-    """Keep a copy of a card that somebody has edited, or that has results of the model it replaces."""
+    """Keep a copy of the card to replace, if somebody has edited it or an evaluation has added its results."""
     path = folder / "README.md"
     card = load_card_data(folder) if path.is_file() else None
     if card is None or path.read_bytes() == str(render_card(card)).encode():

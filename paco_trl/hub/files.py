@@ -30,7 +30,7 @@ PICTURES = [
     "contact_sheet.png", "curves.png", "evaluation.png",
     "images/[0-3].png",
 ]  # fmt: skip
-JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # names after any `metric_key_prefix`
+JUDGE_PICTURES = ["*_calibration.png", "*_wrong_pairs.png"]  # for any `metric_key_prefix`
 _PROCESSOR = [
     "added_tokens.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -75,7 +75,7 @@ def saved_pictures(folder: str | Path) -> set[str] | None:
 
 def check_no_foreign_files(folder: str | Path, patterns: Iterable[str]) -> None:
     """Raise a `ValueError` if a directory has files of these patterns that paco_trl did not write."""
-    # `paco_trl.json` vouches for the model beside it and the images it lists, a run's record for a run's outputs
+    # `paco_trl.json` vouches for the model beside it and the images that it lists; a run's record, for its outputs
     foreign = {*select_files(folder, patterns)}
     pictures = saved_pictures(folder)
     if pictures is not None:

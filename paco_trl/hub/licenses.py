@@ -16,7 +16,7 @@ from .repositories import HTTPError
 
 @dataclass(frozen=True)
 class License:
-    """A license in the Hub's metadata. Those unknown to the Hub have the identifier `"other"`, a name and a link."""
+    """A license in the Hub's metadata. A license that the Hub does not know is `"other"`, with a name and a link."""
 
     identifier: str
     name: str | None = None

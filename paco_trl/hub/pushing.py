@@ -26,13 +26,13 @@ from .repositories import explain_outages
 # Not accelerate's logger, which raises without an accelerate state: a log line must never stop a run
 logger = logging.getLogger(__name__)
 
-# In the output directory: the target of uploads, and the files of pending ones
+# In the output directory: the target of uploads, and the files of pending uploads
 PUSH_DIR = ".pushing"
 _REPOSITORY = "repository.json"
 
 
 def reset_push_dir(output_dir: str | Path, repo_id: str, revision: str | None, private: bool | None = None) -> None:
-    """Record the target of a run's uploads, and delete what a killed run left to upload. The main branch is `None`."""
+    """Record the target of a run's uploads, and delete files that a killed run has left. The main branch is `None`."""
     shutil.rmtree(Path(output_dir) / PUSH_DIR, ignore_errors=True)
     repository = {"repo_id": repo_id, "revision": revision, "private": private}
     write_atomically(Path(output_dir) / PUSH_DIR / _REPOSITORY, json.dumps(repository))
@@ -65,7 +65,7 @@ class HubPusher:
         self, checkpoint: str | Path, message: str, checkpoint_name: str | None = None, replace: bool = True
     ) -> None:
         """
-        Upload a checkpoint in the background. With `replace`, it supersedes a waiting upload. With `checkpoint_name`,
+        Upload a checkpoint in the background. With `replace`, a waiting upload is canceled. With `checkpoint_name`,
         the full checkpoint is also uploaded to the folder of that name, so that training can resume.
         """
         staging_dir = self._stage(checkpoint, checkpoint_name)
@@ -116,7 +116,7 @@ class HubPusher:
         return staging_dir
 
     def _upload(self, staging_dir: Path, message: str, remedy: str) -> CommitInfo:
-        """Upload a staging directory in one commit that also deletes files of earlier uploads, and delete it."""
+        """Upload a staging directory in one commit that also deletes files of earlier uploads; delete the directory."""
         try:
             with explain_outages(self.api, remedy):
                 remote_files = self.api.list_repo_files(self.repo_id, revision=self.revision)

@@ -25,7 +25,7 @@ from .files import is_one_of
 
 # The common base class of Hub and connection errors: `httpx.HTTPError` or, since huggingface_hub 2, `httpx2.HTTPError`
 HTTPError: type[Exception] = next(cls for cls in HfHubHTTPError.__mro__ if cls.__name__ == "HTTPError")
-_OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises the built-in ones
+_OUTAGES = (HTTPError, ConnectionError, TimeoutError, LocalEntryNotFoundError)  # Xet raises built-in errors
 
 # Files of a repository that has no model yet
 _UNPUBLISHED_FILES = {".gitattributes", ".gitignore", "LICENSE", "LICENSE.md", "LICENSE.txt", "README.md"}
@@ -51,7 +51,7 @@ def _is_outage(error: BaseException) -> bool:
 @contextmanager
 def explain_outages(api: HfApi, remedy: str = "Try again when the Hub can be reached.") -> Iterator[None]:
     """
-    Raise a `ConnectionError` with a remedy if the Hub cannot be reached. Requests that it refuses keep their error.
+    Raise a `ConnectionError` with a remedy if the Hub cannot be reached. A request that the Hub refuses keeps its error.
 
     The Hub's client gets a timeout, so that a lost connection is an error too.
     """
@@ -106,7 +106,7 @@ def check_repo_contents(api: HfApi, info: ModelInfo, base_model: str | None, pub
     """
     Check that a push only replaces an earlier version of the model.
 
-    Weights that do not match the patterns `published_patterns` would remain next to the pushed ones.
+    Weights that do not match `published_patterns` would remain next to the pushed weights.
     """
     files = {file.rfilename for file in info.siblings or []} - _UNPUBLISHED_FILES
     if not files:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render sheets of images, and save those of a round or an evaluation with the scores as JSON lines."""
+"""Render sheets of images. Sheets of a round or an evaluation are saved with their scores as JSON lines."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from ..utils.images import to_png, to_rgb
 MAX_PROMPTS = MAX_IMAGES = 8
 THUMBNAIL = 512
 CARD_PROMPTS = CARD_IMAGES = 4  # size of a model card's sheet
-# Pixels of a card, which is shown about 700 pixels wide, and of its letters, which are legible then
+# Pixels of a card's sheet and its letters, which are legible where the sheet is shown about 700 pixels wide
 CARD_WIDTH, CARD_LETTER = 1008, 15
 CARD = "card"  # directory for what a model card shows: a smaller sheet, and the first image of each prompt
 
@@ -42,8 +42,8 @@ def breadth(image: Image.Image) -> int:
 
 def thumbnail(image: Image.Image, count: int = 1) -> Image.Image:
     """
-    Copy an image, at most `THUMBNAIL` pixels high and, for each square in it, wide; a small one keeps its size. The
-    `count` separate images of a set get a gap between them.
+    Copy an image, and reduce each square in it to at most `THUMBNAIL` pixels. A small image keeps its size. The `count`
+    separate images of a set get a gap between them.
     """
     copy = with_gaps(image, count).copy()
     copy.thumbnail((THUMBNAIL * breadth(image), THUMBNAIL))
@@ -89,7 +89,7 @@ class SheetLayout:
         return self.gap + sum(len(block) * (self.cell + self.apart) + self.gap for block in blocks)
 
     def fit_to(self, width: int, rows: Sequence[SheetRow]) -> "SheetLayout":
-        """Return a layout in which the widest row has a width."""
+        """Return a layout with squares as large as a sheet of this width allows."""
         squares = [(width - self.gap * (1 + len(blocks))) // sum(map(len, blocks)) - self.apart for _, blocks in rows]
         return replace(self, square=min(squares))
 
@@ -261,8 +261,12 @@ def save_scored_sheet(
     before: ScoredImages | None,
     sources: dict[int, list[Image.Image]] | None = None,
 ) -> Image.Image:
-    """Save `<name>.png`, which is returned, all scores in `<name>.jsonl`, and `card/` (main process only)."""
-    # `before` has the same images without training, for rows above and columns `<score>_before`
+    """
+    Save and return `<name>.png`. Save all scores as `<name>.jsonl`, and a model card's images in `card/`.
+
+    Call on the main process. `before` has the same images from the untrained model: the sheet shows each beside or above
+    the trained model's image, and the scores are columns `<score>_before`.
+    """
     num_prompts = 1 + max(shown.pictures) // shown.num_generations
     widest = max(map(breadth, shown.pictures.values()))
     columns = min(shown.num_generations, MAX_IMAGES)

@@ -153,5 +153,5 @@ def _label(name: str) -> str:
     """Escape a name for matplotlib, and cut a long one in the middle."""
     if len(name) > _MAX_LABEL:
         name = f"{name[: _MAX_LABEL // 2]}…{name[1 - _MAX_LABEL // 2 :]}"
-    name = name.replace("$", r"\$")  # two would enclose a formula
+    name = name.replace("$", r"\$")  # two dollar signs would enclose a formula
     return f" {name}" if name.startswith("_") else name  # matplotlib 3.9 leaves such labels out

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties, findfont, fontManager, get_f
 from matplotlib.text import Text
 
 
-# Have letters and symbols that Matplotlib's font lacks, where one is installed. Fonts of colored emoji do not scale
+# Fonts with letters and symbols that Matplotlib's font lacks, where they are installed. Colored emoji do not scale
 _OTHER_FONTS = [
     *("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback"),
     *("Arial Unicode MS", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Emoji", "Symbola"),
@@ -31,7 +31,7 @@ def _font_families() -> list[str]:
 
 
 def font_of(text: str) -> str:
-    """Return the file of the first font that has all letters of a text, or of the default one."""
+    """Return the file of the first font that has all letters of a text, or else the file of the default font."""
     files = [findfont(FontProperties(family=[name])) for name in _font_families()]
     letters = {ord(char) for char in text if not char.isspace()}
     return next((file for file in files if all(map(get_font(file).get_char_index, letters))), files[0])
@@ -44,8 +44,7 @@ def png_bytes(figure: Figure) -> bytes:
             text.set_fontfamily(_font_families())
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box shows it
-        figure.savefig(
-            buffer, format="png", pil_kwargs={"compress_level": 4}
-        )  # 6 takes three times as long for 4 % less
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box takes its place
+        # Level 6 takes three times as long for 4 % less
+        figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 4})
     return buffer.getvalue()

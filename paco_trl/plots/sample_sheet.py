@@ -38,7 +38,7 @@ def grids_sheet(grids: Dataset, prompts: Dataset, path: str | Path, max_prompts:
 
 
 def pairs_sheet(pairs: Dataset, path: str | Path, max_rows: int = 5) -> None:
-    """Show some pairs, with consistent ones on the left and inconsistent ones on the right."""
+    """Show some pairs: consistent pairs on the left, inconsistent pairs on the right."""
     labels = [decision_of(completion) for completion in pairs.with_format(None)["completion"][:]]
     by_label = ([row for row, label_of_row in enumerate(labels) if label_of_row == label] for label in ("Yes", "No"))
     rows = []

@@ -17,7 +17,7 @@ _WITH_TABLES = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
 def send_table_to_trackers(
     columns: dict[str, list[Any]], name: str, step: int, callbacks: list[TrainerCallback]
 ) -> None:
-    """Send a table to those trackers, among a trainer's callbacks, that TRL's trainers send their completions to."""
+    """Send a table to the trackers among a trainer's callbacks to which TRL's trainers send completions."""
     for callback in callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         if package := next((package for kind, package in _WITH_TABLES.items() if kind in kinds), None):
@@ -28,12 +28,12 @@ def send_table_to_trackers(
 
 
 def send_to_trackers(sheet: Image.Image, name: str, step: int, callbacks: list[TrainerCallback]) -> None:
-    """Send an image to those trackers, among a trainer's callbacks, that show images."""
+    """Send an image to the trackers among a trainer's callbacks that show images."""
     trackers = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}  # DagsHub's is MLflow's
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             callback.tb_writer.add_image(name, np.asarray(sheet), step, dataformats="HWC")
-    # The others are imported where their callback is, which needs them
+    # A tracker's package is there if its callback is, and is not imported otherwise
     if "WandbCallback" in trackers:
         import wandb
 

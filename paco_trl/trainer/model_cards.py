@@ -63,7 +63,7 @@ def describe_lora(model: nn.Module, continued_from: str | None = None, quantizat
 def image_settings(
     args: PaCoGRPOConfig, rows: PromptRows, step: int, is_adapter: bool, use_ema: bool
 ) -> dict[str, Any]:
-    """Return the settings of a run that has made `step` optimizer steps, without those that it does not use."""
+    """Return the settings that a run of `step` optimizer steps has used."""
     round_plan, saved_weights = args.round_plan, None
     if args.ema_decay is not None:
         saved_weights = f"moving average, decay {args.ema_decay} for each optimizer step"
@@ -168,7 +168,7 @@ def latest_pictures(args: PaCoGRPOConfig, step: int, use_ema: bool = True) -> di
     """Find the latest figures and sheets up to a step, by their names in the card's directory."""
     output_dir = Path(args.output_dir)
 
-    # Those of later steps are an earlier run's. Evaluations are of the average
+    # Sheets of later steps were left by an earlier run. Evaluation sheets show the averaged weights
     def latest(pattern: str, steps_per_number: int, end: int) -> Path | None:
         sheets = (output_dir / "contact_sheets" / CARD).glob(pattern)
         numbered = [(int(path.stem.rsplit("_", 1)[1]), path) for path in sheets]
@@ -190,7 +190,7 @@ def read_gallery_prompts(pictures: dict[str, Path]) -> dict[str, str]:
     images = {name: path for name, path in pictures.items() if name.startswith("images/")}
     path = next(iter(images.values()), Path())
     scores = path.parent.parent / f"{path.stem.partition('_')[2]}.jsonl"
-    if not images or not scores.is_file():  # they may have been deleted
+    if not images or not scores.is_file():  # the user may have deleted the sheets
         return {}
     with open(scores, encoding="utf-8") as file:
         prompts = [row["prompt"] for row in map(json.loads, file) if row["generation"] == 0]

@@ -40,7 +40,7 @@ class HubTrainer(Trainer):
 
     def _init_hub(self, args: TrainingArguments, base_model_source: str | None, published_patterns: list[str]) -> None:
         """Set what is published; open the repository, if the run pushes. Collective: call on all ranks."""
-        # Before Trainer's `__init__`, which needs the model, sets `self.args`, and calls `init_hf_repo`
+        # This comes before Trainer's `__init__`, which needs the model, sets `self.args`, and calls `init_hf_repo`
         self._base_model_source, self.published_patterns = base_model_source, published_patterns
         if args.push_to_hub:
             self._open_repo(args)
@@ -92,7 +92,12 @@ class HubTrainer(Trainer):
             self.hub_model_id = self.pusher.repo_id
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a saved checkpoint in the background; of several that wait the newest, or all by `hub_strategy`."""
+        """
+        Upload a saved checkpoint in the background.
+
+        Only the newest of several waiting checkpoints is uploaded, unless `hub_always_push` or `hub_strategy` asks for
+        all.
+        """
         args, step = self.args, self.state.global_step
         if args.hub_strategy == HubStrategy.END:
             return
@@ -145,7 +150,7 @@ class HubTrainer(Trainer):
         return pusher.push_model(self.args.output_dir, commit_message or "End of training", blocking=blocking)
 
     def _check_output_files(self, folder: str | Path) -> None:
-        """Refuse to save over files of the user's, on all processes."""
+        """Refuse on all processes to overwrite files of the user."""
         error = None
         if self.args.should_save:
             try:

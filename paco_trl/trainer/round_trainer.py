@@ -845,9 +845,9 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         """
         Save trained weights, card and images. Collective: call on all ranks.
 
-        With `ema_decay` (0.9 by default) the weights are their moving average, as in evaluations and checkpoints,
-        while `trainer.model` holds those of the last step: `use_ema=False` saves these. `trainer.ema.average` has the
-        average by name. `card_fields` are passed to `create_model_card`.
+        With `ema_decay` (0.9 by default) the moving average of the weights is saved, as in evaluations and checkpoints;
+        `trainer.ema.average` has the average by name. `trainer.model` holds the weights of the last step, which
+        `use_ema=False` saves. `card_fields` are passed to `create_model_card`.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         self._check_output_files(folder)
@@ -869,13 +869,13 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             save_trained(self.model, self.pipeline, weights, folder)
 
     def _pictures(self, use_ema: bool = True) -> dict[str, Path]:
-        """Return the card's images; no single ones of separate images, which no prompt generates side by side."""
+        """Return the card's images. Single images of separate sets are left out, since no one prompt generates a set."""
         pictures = latest_pictures(self.args, self._card_step, use_ema)
         has_separate = self.train_rows.has_separate
         return {name: path for name, path in pictures.items() if not (has_separate and name.startswith("images/"))}
 
     def _model_card(self, use_ema: bool = True, **fields) -> ImageModelCardData:
-        """Fill in the card, of the averaged weights or of the last step's."""
+        """Fill in the card of the averaged weights, or of the weights of the last step."""
         args = self.args
         family = self.family
         rows = self.train_rows
@@ -887,7 +887,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         is_adapter = isinstance(self.model, PeftModel)
         rewards = (self.reward_funcs, self.reward_func_names, self.reward_weights.tolist())
         evaluations, judges = [], self.evaluator.rewards
-        if use_ema or args.ema_decay is None:  # evaluations are of the average
+        if use_ema or args.ema_decay is None:  # evaluations are made with the averaged weights
             datasets = [*self.eval_dataset] if isinstance(self.eval_dataset, dict) else [None]
             evaluations = evaluation_rows(history, datasets, judges.functions, judges.names)
         pictures = self._pictures(use_ema)

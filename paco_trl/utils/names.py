@@ -56,7 +56,7 @@ def public_name(name: str) -> str:
 
 
 def is_on_hub(public: str) -> bool:
-    """Return whether a name of [`public_name`] is a Hub id: without its path, a local one has no slash."""
+    """Return whether a public name is a Hub id: [`public_name`] leaves no slash in a local name."""
     return "/" in public
 
 
