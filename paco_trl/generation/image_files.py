@@ -18,7 +18,6 @@ from ..utils.images import to_png
 from ..utils.pipelines import truncations_counted
 from ..utils.processes import wait_for_all
 from ..utils.text import join_first, shorten
-from .prompt_encoding import encoding_ahead
 
 
 if TYPE_CHECKING:
@@ -178,6 +177,8 @@ def _generate(
     """Make this process's share of the calls, save the missing images, and return the names of flat ones."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
+
+    from .prompt_encoding import encoding_ahead  # imports torch
 
     state = PartialState()
     call_indices = list(missing)[state.process_index :: state.num_processes]
