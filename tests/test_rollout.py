@@ -93,7 +93,7 @@ class TestNoTrace:
         with pytest.raises(Interruption):
             generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))
         handle.remove()
-        assert policy.scheduler.sde is None and policy.scheduler.on_step is None
+        assert policy.scheduler.sde is None and policy.scheduler._on_step is None
         images, _ = generate(policy, prompt_arguments, None)
         assert np.array_equal(pixels(images), expected)
         assert len(generate(policy, prompt_arguments, SDESettings((1, 2), 0.7))[1]) == 2

@@ -64,8 +64,8 @@ class TestWithoutNoise:
     def test_is_its_parent_bit_for_bit(self, parent, scheduler, noise, sde, return_dict):
         expected = trajectory(parent, noise)
         assert len(expected) == STEPS + 1 and not torch.equal(expected[-1], noise)
-        scheduler.sde = sde
-        samples = trajectory(scheduler, noise, return_dict=return_dict)
+        with scheduler.sampling(sde):
+            samples = trajectory(scheduler, noise, return_dict=return_dict)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(samples, expected, strict=True))
         assert torch.equal(scheduler.timesteps, parent.timesteps) and torch.equal(scheduler.sigmas, parent.sigmas)
 
@@ -136,10 +136,9 @@ class TestStochasticSteps:
     @pytest.mark.parametrize("steps", [(1,), (0, 3), (2, 4)])
     def test_samples_the_step_of_sde_step_there_and_only_there(self, parent, scheduler, noise, kind, steps):
         reported = []
-        scheduler.sde = SDESettings(steps, 0.7, kind)
-        scheduler.step_generators = self.generators
-        scheduler.on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None
-        samples = trajectory(scheduler, noise)
+        on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None  # noqa: E731
+        with scheduler.sampling(SDESettings(steps, 0.7, kind), self.generators, on_step):
+            samples = trajectory(scheduler, noise)
 
         timesteps, sigmas = start(parent), parent.sigmas.tolist()
         for index, timestep in enumerate(timesteps):
@@ -168,13 +167,10 @@ class TestStochasticSteps:
         assert reported == []
 
     def test_the_generator_of_the_pipeline_is_used_without_step_generators(self, scheduler, noise):
-        scheduler.sde = SDESettings((0,), 0.7)
         sampled = []
-        for seed in (1, 1, 2):
-            timestep = start(scheduler)[0]
-            sampled.append(
-                scheduler.step(noise, timestep, noise, generator=torch.Generator().manual_seed(seed)).prev_sample
-            )
+        for generator in (torch.Generator().manual_seed(seed) for seed in (1, 1, 2)):
+            with scheduler.sampling(SDESettings((0,), 0.7)):
+                sampled.append(scheduler.step(noise, start(scheduler)[0], noise, generator=generator).prev_sample)
         assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
 
 
@@ -185,22 +181,22 @@ class TestDtypes:
         # Twin: the parent rounds them to the model's dtype
         assert trajectory(parent, noise, torch.bfloat16)[1].dtype == torch.bfloat16
 
-        scheduler.sde, scheduler.step_generators = sde, TestStochasticSteps.generators
-        samples = trajectory(scheduler, noise, torch.bfloat16, return_dict)
+        with scheduler.sampling(sde, TestStochasticSteps.generators):
+            samples = trajectory(scheduler, noise, torch.bfloat16, return_dict)
         assert {sample.dtype for sample in samples} == {torch.float32}
         assert not torch.equal(samples[1], samples[1].to(torch.bfloat16).float())
 
     @pytest.mark.parametrize("return_dict", [False, True])
     def test_bf16_latents_stay_bf16(self, scheduler, noise, return_dict):
-        scheduler.sde, scheduler.step_generators = SDESettings((1,), 0.7), TestStochasticSteps.generators
-        samples = trajectory(scheduler, noise.to(torch.bfloat16), torch.float32, return_dict)
+        with scheduler.sampling(SDESettings((1,), 0.7), TestStochasticSteps.generators):
+            samples = trajectory(scheduler, noise.to(torch.bfloat16), torch.float32, return_dict)
         assert {sample.dtype for sample in samples} == {torch.bfloat16}
 
     def test_the_density_is_that_of_the_stored_sample(self, scheduler, noise):
         reported = []
-        scheduler.sde, scheduler.step_generators = SDESettings((1,), 0.7), TestStochasticSteps.generators
-        scheduler.on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None
-        samples = trajectory(scheduler, noise.to(torch.bfloat16))
+        on_step = lambda *args: reported.append(args) if args[3].log_prob is not None else None  # noqa: E731
+        with scheduler.sampling(SDESettings((1,), 0.7), TestStochasticSteps.generators, on_step):
+            samples = trajectory(scheduler, noise.to(torch.bfloat16))
         ((index, model_output, sample, step),) = reported
         assert torch.equal(step.prev_sample, samples[2].float())
         sigma, sigma_next = scheduler.times[index : index + 2]
@@ -216,12 +212,12 @@ class TestDtypes:
 class TestNextStepIndex:
     @pytest.mark.parametrize("sde", [None, SDESettings((0, 2), 0.7)])
     def test_is_the_step_that_the_transformer_is_called_for(self, scheduler, noise, sde):
-        scheduler.sde = sde
         assert scheduler.next_step_index == 0
         sample, indices = noise, []
-        for timestep in start(scheduler):
-            indices.append(scheduler.next_step_index)
-            sample = scheduler.step(velocity(sample, timestep), timestep, sample).prev_sample
+        with scheduler.sampling(sde):
+            for timestep in start(scheduler):
+                indices.append(scheduler.next_step_index)
+                sample = scheduler.step(velocity(sample, timestep), timestep, sample).prev_sample
         assert indices == list(range(STEPS))
         assert scheduler.step_index == STEPS
         start(scheduler)

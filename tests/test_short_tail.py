@@ -31,8 +31,8 @@ def exact_velocity(sample, sigma, mean=0.3, variance=0.25):
 
 def scheduler_with(steps, tail_steps, num_inference_steps=10, **config):
     scheduler = FlowMatchSDEScheduler.from_scheduler(FlowMatchEulerDiscreteScheduler(**config))
-    scheduler.sde = SDESettings(steps, 0.0, tail_steps=tail_steps)
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps))
+    with scheduler.sampling(SDESettings(steps, 0.0, tail_steps=tail_steps)):
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps))
     return scheduler
 
 
@@ -102,10 +102,9 @@ class TestSchedule:
             scheduler = FlowMatchSDEScheduler(use_dynamic_shifting=True, **config)
             full = start(scheduler, 10)
             sigmas = scheduler.sigmas.clone()
-            scheduler.sde = SDESettings((1,), 0.7, tail_steps=4)
-            assert torch.equal(start(scheduler, 10), full[[0, 1, 2, 4, 6, 8]])
+            with scheduler.sampling(SDESettings((1,), 0.7, tail_steps=4)):
+                assert torch.equal(start(scheduler, 10), full[[0, 1, 2, 4, 6, 8]])
             assert torch.equal(scheduler.sigmas, sigmas[[0, 1, 2, 4, 6, 8, 10]])
-            scheduler.sde = None
             assert torch.equal(start(scheduler, 10), full)
 
 

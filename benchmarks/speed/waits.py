@@ -171,7 +171,7 @@ def count_objective(name: str, folder: Path) -> Waits:
 
         def step() -> str:
             index, sde = policy.scheduler.next_step_index, policy.scheduler.sde
-            if sde is not None and sde.noise_level > 0 and index in sde.steps:
+            if sde is not None and index in sde.stochastic_steps:
                 return "stochastic step"
             return "last step" if index == len(policy.scheduler.timesteps) - 1 else "plain step"
 

@@ -246,10 +246,8 @@ class RecordingPipeline:
                 not reached, the pipeline encoded other images than `sources`, or an image is not finite or has another
                 size.
         """
-        steps = sde.steps if sde is not None and sde.noise_level > 0 else ()
-        last = num_inference_steps - 1
-        if sde is not None and sde.tail_steps is not None:
-            last = max(sde.steps) + sde.tail_steps
+        steps = () if sde is None else sde.stochastic_steps
+        last = num_inference_steps - 1 if sde is None else sde.last_step(num_inference_steps)
         recorder = BatchRecorder(
             self.family, self.scheduler, (*steps, last) if record_last_step else steps, last, guidance_scale
         )
@@ -302,18 +300,19 @@ class RecordingPipeline:
         self, recorder: BatchRecorder, sde: SDESettings | None, noise_keys: list[tuple[int, ...]]
     ) -> Iterator[None]:
         """Sample the stochastic steps, and let the recorder see the batch."""
+
+        def step_generators(index: int) -> list[torch.Generator]:
+            # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
+            return [keyed_generator(*key, index + 1) for key in noise_keys]
+
         self._recorder = recorder
-        self.scheduler.sde, self.scheduler.on_step = sde, recorder.on_step
-        # Step 0 of the key is the initial latent, step i + 1 the noise of denoising step i
-        self.scheduler.step_generators = lambda index: [keyed_generator(*key, index + 1) for key in noise_keys]
         decoder = getattr(self.pipeline.vae, "decoder", None)
         hook = nullcontext() if decoder is None else decoder.register_forward_hook(recorder.on_decoded)
         try:
-            with hook:
+            with hook, self.scheduler.sampling(sde, step_generators, recorder.on_step):
                 yield
         finally:
             self._recorder = None
-            self.scheduler.sde = self.scheduler.step_generators = self.scheduler.on_step = None
 
     @contextmanager
     def _encoding(self, sources: Sequence[EncodedImage]):

@@ -7,7 +7,8 @@ Notation (variable -> paper): `sample` -> x_t, `prev_sample` -> x', `model_outpu
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -215,6 +216,15 @@ class SDESettings:
     sde_type: str = "flow_sde"
     tail_steps: int | None = None
 
+    @property
+    def stochastic_steps(self) -> tuple[int, ...]:
+        """Indices of the steps that add noise."""
+        return self.steps if self.noise_level > 0 else ()
+
+    def last_step(self, num_inference_steps: int) -> int:
+        """Return the index of the last step of an image."""
+        return num_inference_steps - 1 if self.tail_steps is None else max(self.steps) + self.tail_steps
+
 
 def check_flow_matching(scheduler_class: type) -> None:
     """Raise a `ValueError` for a scheduler class for which the policy's step is not defined."""
@@ -226,19 +236,23 @@ def check_flow_matching(scheduler_class: type) -> None:
         )
 
 
+# Return one generator for each image, for the step of an index
+StepGenerators = Callable[[int], list[torch.Generator]]
+# Called with the index of a step, the model's output, the sample before the step, and the step
+OnStep = Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None]
+
+
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """
     [`~diffusers.FlowMatchEulerDiscreteScheduler`] that samples an SDE step at chosen indices; see [`from_scheduler`].
 
-    Without `sde`, or with noise level 0 and no `tail_steps`, it acts as its parent. Samples keep the dtype of the
-    pipeline's latents: with float32 latents the full trajectory is float32, whatever the dtype of the model.
+    Outside of [`sampling`], or with noise level 0 and no `tail_steps`, it acts as its parent. Samples keep the dtype
+    of the pipeline's latents: with float32 latents the full trajectory is float32, whatever the dtype of the model.
     """
 
     sde: SDESettings | None = None
-    # One generator for each image, as a function of the step index
-    step_generators: Callable[[int], list[torch.Generator]] | None = None
-    # Called after each step with (index, model_output, sample, step)
-    on_step: Callable[[int, torch.Tensor, torch.Tensor, SDEStep], None] | None = None
+    _step_generators: StepGenerators | None = None
+    _on_step: OnStep | None = None
     sigmas: torch.Tensor
     timesteps: torch.Tensor
     times: list[float]  # the sigmas, without a wait for the device
@@ -264,6 +278,31 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         new = cls.from_config(scheduler.config)
         new.set_shift(scheduler.shift)  # may have been set after construction
         return new
+
+    @contextmanager
+    def sampling(
+        self,
+        sde: SDESettings | None,
+        step_generators: StepGenerators | None = None,
+        on_step: OnStep | None = None,
+    ) -> Iterator[None]:
+        """
+        Sample stochastic steps within the context.
+
+        Args:
+            sde ([`SDESettings`] or `None`):
+                Stochastic steps. With `None` all steps are those of the parent.
+            step_generators (`Callable[[int], list[torch.Generator]]`, *optional*):
+                Returns the generators of a stochastic step, one for each image. If `None`, the pipeline's generator is
+                used.
+            on_step (`Callable`, *optional*):
+                Called after each step with its index, the model's output, the sample before it, and the [`SDEStep`].
+        """
+        self.sde, self._step_generators, self._on_step = sde, step_generators, on_step
+        try:
+            yield
+        finally:
+            self.sde = self._step_generators = self._on_step = None
 
     @functools.wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # pipelines look for `sigmas` in its signature
     def set_timesteps(self, num_inference_steps=None, device=None, *args, **kwargs) -> None:
@@ -293,14 +332,14 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             self._init_step_index(timestep)
         index = self.step_index
 
-        if self.sde is None or self.sde.noise_level == 0 or index not in self.sde.steps:
+        if self.sde is None or index not in self.sde.stochastic_steps:
             # Float32 in, so that the parent does not round the sample to a low-precision model's dtype
             velocity = model_output.float()
             if index >= self._tail_start:
                 velocity = self._second_order(velocity, sample, index)
             output = super().step(velocity, timestep, sample, return_dict=return_dict, **kwargs)
-            if self.on_step is not None:
-                self.on_step(index, model_output, sample, SDEStep(output[0], None, output[0], torch.zeros(())))
+            if self._on_step is not None:
+                self._on_step(index, model_output, sample, SDEStep(output[0], None, output[0], torch.zeros(())))
             if return_dict:
                 output.prev_sample = output.prev_sample.to(sample.dtype)
                 return output
@@ -308,13 +347,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
         settings = (self.times[index], self.times[index + 1], self.sde.noise_level, self.sde.sde_type)
         step = functools.partial(sde_step, model_output, sample, *settings, sigma_max=self.times[1])
-        sampled = step(generator=self.step_generators(index) if self.step_generators else kwargs.get("generator"))
+        sampled = step(generator=self._step_generators(index) if self._step_generators else kwargs.get("generator"))
         prev_sample = sampled.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
             # The stored sample is scored, after its round trip through the dtype
             sampled = step(prev_sample=prev_sample)
-        if self.on_step is not None:
-            self.on_step(index, model_output, sample, sampled)
+        if self._on_step is not None:
+            self._on_step(index, model_output, sample, sampled)
         self._step_index += 1
         if not return_dict:
             return (prev_sample,)
