@@ -187,7 +187,7 @@ class OneImageRows:
     is_anchored = shares_noise = False
 
     def __init__(self, rows: list[dict]):
-        self.row, self.lengths, self.prompt_indices = (
+        self.row, self.images_per_row, self.prompt_indices = (
             rows.__getitem__,
             [1] * len(rows),
             [[n] for n in range(len(rows))],

@@ -105,7 +105,7 @@ class TestData:
         assert (dataset["rows"][:], dataset["cols"][:]) == ([1, 2, 1], [3, 2, 1])
         assert complete_image_sets(dataset).to_list() == dataset.to_list()
         rows = PromptRows(dataset, settings(panel_template="{panel} In {theme}"), "it")
-        assert rows.lengths == [3, 1, 1] and rows.image_layouts == [(1, 1), (2, 2), (1, 1)]
+        assert rows.images_per_row == [3, 1, 1] and rows.image_layouts == [(1, 1), (2, 2), (1, 1)]
         assert [call.prompt for call in rows.image_prompts] == [
             "a 0. In Theme 0.", "b 0. In Theme 0.", "c 0. In Theme 0.", grid["prompt"], "A cat.",
         ]  # fmt: skip
@@ -191,7 +191,7 @@ class TestRounds:
         finished = {}
         for number in [11, 3, 0, 8, 6, 5, 2, 1, 4, 7, 9, 10]:
             image = Image.new("RGB", (4, 4), (number, 0, 0))
-            finished |= {done.index: done.image for done in round.add(Batch([round.samples[number]]), [image])}
+            finished |= {done.index: done.image for done in round.add_images(Batch([round.samples[number]]), [image])}
         assert list(finished) == [2, 1, 0, 3]
         assert (finished[1].size, finished[2].size) == ((12, 4), (8, 4))
         assert [panel.getpixel((0, 0))[0] for panel in split_grid(finished[1], 1, 3)] == [1, 3, 5]
@@ -203,7 +203,7 @@ class TestRounds:
         for missing in (False, True):
             round = Round(rows, [0, 1], 1, (0, 3, 0), [(32, 32)] * 2)
             samples = round.samples[: 3 if missing else 4]
-            finished = round.add(Batch(samples), [Image.new("RGB", (4, 4))] * len(samples))
+            finished = round.add_images(Batch(samples), [Image.new("RGB", (4, 4))] * len(samples))
             assert len(finished) == 2 - missing
             with pytest.raises(RuntimeError, match="Set 1 .* 1 of its 2") if missing else nullcontext():
                 assert round.exchange(accelerator) == []
@@ -286,7 +286,7 @@ def test_other_sets_take_the_place_of_dull_ones(make_trainer):
 
     changes = {"reward_funcs": reward, "min_reward_std": 0.0, "max_resample_times": 1}
     trainer = make_trainer(**SETTINGS | changes)
-    sheets, lengths = sheets_of(trainer), trainer.train_rows.lengths
+    sheets, lengths = sheets_of(trainer), trainer.train_rows.images_per_row
     buffer = round_of(trainer)
     ((final, shown),) = sheets
     pictures = shown.pictures
@@ -456,7 +456,7 @@ class TestAnchored:
 def test_grids_are_trained_as_separate_sets(make_trainer):
     settings = {"set_layout": "separate", "num_prompts_per_generation": 8, "reward_funcs": panel_redness}
     trainer = make_trainer(**settings)
-    assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.lengths == [4] * 12
+    assert trainer.schedule.rows_per_round == 2 and trainer.train_rows.images_per_row == [4] * 12
     trainer.train()
     assert differences(trainer._identity, make_trainer()._identity)
     other = make_trainer(**settings, panel_template="{panel}")

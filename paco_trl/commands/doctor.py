@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import psutil  # which accelerate requires
@@ -43,7 +43,7 @@ from ..planning.plan import USABLE_FRACTION, format_size
 from ..rewards.errors import RewardError
 from ..rewards.scoring import reward_arguments
 from ..rewards.weighting import Rewards
-from ..rollout import get_family
+from ..rollout import RecordedStep, get_family
 from ..rollout.encoder import describe_truncated
 from ..rollout.loading import load_without_weights
 from ..rollout.prompt_rows import PromptRows
@@ -268,7 +268,7 @@ def check_data(state: DoctorState) -> str | list[Row]:
         fit_round_to_dataset(args, rows[0])
     except ValueError as error:  # the plan does not depend on it
         return [Row(OK, finding), Row(FAILED, str(error), check="number of prompts")]
-    schedule = RoundSchedule(args, rows[0].lengths)
+    schedule = RoundSchedule(args, rows[0].images_per_row)
     steps = schedule.max_steps
     rounds = steps / schedule.optimizer_steps_per_round
     plan = f"{schedule.rounds_per_epoch} round(s) in an epoch; {steps} optimizer steps, {rounds:g} round(s)."
@@ -521,7 +521,7 @@ def check_ratio(state: DoctorState) -> Row | str:
             torch.cuda.reset_peak_memory_stats(device)
         for batch in round.batches[0]:
             for micro_batch in batch.split(layout.micro_batches_per_rollout_batch, trainer.family):
-                for step in micro_batch.steps:
+                for step in cast(list[RecordedStep], micro_batch.steps):
                     log_prob = generator.replay(step)
                     log_prob.mean().backward()
                     ratios[step.index].append(torch.exp(log_prob.detach() - step.log_prob))

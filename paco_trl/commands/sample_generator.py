@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import diffusers
 import torch
@@ -51,7 +51,7 @@ class SampleGenerator:
         def generate(encoded: EncodedRows) -> list[RecordedStep]:
             recording = RecordingOptions(sde)
             self.policy.generate(batch := Batch(samples), encoded, self.args.num_inference_steps, recording)
-            return batch.steps
+            return cast(list[RecordedStep], batch.steps)
 
         return self._generate(generate)
 

@@ -75,7 +75,7 @@ def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps
     """Describe what the missing images take, by size: `12 image(s) of 1024 x 1024, 20 steps`."""
     counts: Counter[tuple[int, int]] = Counter()
     for (row, _), path in files.items():
-        counts[rows.inference_sizes[row]] += 0 if path.exists() else rows.lengths[row]
+        counts[rows.inference_sizes[row]] += 0 if path.exists() else rows.images_per_row[row]
     sizes = [f"{count} image(s) of {height} x {width}" for (height, width), count in counts.most_common() if count]
     return f"{', '.join(sizes)}, {num_steps} steps"
 
@@ -105,7 +105,7 @@ def generate_images(
     sizes = rows.inference_sizes
     evaluation_round = Round(rows, range(len(rows)), settings["num_generations"], key, sizes)
     calls = [
-        ImageCall({f"{row + 1}/{image + 1}": path}, size=sizes[row], num_panels=rows.lengths[row])
+        ImageCall({f"{row + 1}/{image + 1}": path}, size=sizes[row], num_panels=rows.images_per_row[row])
         for (row, image), path in files.items()
     ]
 

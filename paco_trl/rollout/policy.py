@@ -7,7 +7,7 @@ It decides where VAE, weights and text encoders are.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from ..utils.deepspeed import gathered_weights
 from ..utils.fsdp import is_sharded, kept_gathered
 from ..utils.placement import placed_on
-from ..utils.tensors import to_device
+from ..utils.tensors import copy_containers, to_device
 from .encoder import ROWS_AHEAD, EncodedRows, PromptEncoder
 from .families import Family
 from .recording_pipeline import EncodedImage, RecordedStep, RecordingPipeline, TransformerStep, share_tensors
@@ -35,14 +35,15 @@ from .sde import SDESettings, sde_step
 @dataclass(frozen=True)
 class RecordingOptions:
     """
-    Which steps to record while a batch is generated: those of `sde`, the last one, or none.
+    Which steps to record while a batch is generated: the stochastic ones of `sde`, the last one, or none.
 
-    `on_recorded` is called with the batch while its prompts are still on the accelerator, and may replace its steps.
+    `on_recorded` is called with the batch and its recorded steps, while its prompts are still on the accelerator, and
+    returns the steps to train.
     """
 
     sde: SDESettings | None = None
     last_step: bool = False
-    on_recorded: Callable[[Batch], None] | None = None
+    on_recorded: Callable[[Batch, list[RecordedStep]], Sequence[TransformerStep]] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,6 @@ class Policy:
         batches: list[Batch],
         num_inference_steps: int,
         *,
-        scale: float = 1.0,
         encoded: EncodedRows | None = None,
         progress: str | None = None,
         is_collective: bool = True,
@@ -121,8 +121,6 @@ class Policy:
                 Its batches of this process, which get their recorded steps.
             num_inference_steps (`int`):
                 Denoising steps.
-            scale (`float`):
-                Scale of the source images.
             encoded ([`EncodedRows`], *optional*):
                 Embeddings of all rows, which stay on the accelerator for the whole rollout. If `None`, each batch's
                 rows are encoded just before it, together with the next ones.
@@ -146,11 +144,11 @@ class Policy:
                     if batch_encoded is None:
                         row_indices = [sample.row_index for sample in batch.samples]
                         following = round_row_indices[round_row_indices.index(row_indices[-1]) + 1 :]
-                        batch_encoded = self.encoder.encode(rollout_round, row_indices, scale, following[:ROWS_AHEAD])
+                        batch_encoded = self.encoder.encode(rollout_round, row_indices, ahead=following[:ROWS_AHEAD])
                     images = self.generate(batch, batch_encoded, num_inference_steps, recording, anchors)
                     bar.update(bool(batch.groups))  # padding batches do not count
-                    yield rollout_round.add(batch, images)
-        if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_sets:
+                    yield rollout_round.add_images(batch, images)
+        if is_collective and self.accelerator.num_processes > 1 and rollout_round.has_separate:
             yield rollout_round.exchange(self.accelerator)
 
     def generate(
@@ -172,14 +170,15 @@ class Policy:
         if samples[0].is_anchored:
             panels = [anchors[sample.completion.index] for sample in samples]
             sources = [*sources, EncodedImage(panels[0].image, torch.cat([panel.latents for panel in panels]))]
-        images, batch.steps = self.recording_pipeline.generate(
+        images, recorded = self.recording_pipeline.generate(
             inputs.arguments, *samples[0].size, num_inference_steps, self.guidance_scale,
             [sample.noise_key for sample in samples], sde=recording.sde, record_last_step=recording.last_step,
             sources=sources, initial_keys=[sample.initial_noise_key for sample in samples],
         )  # fmt: skip
+        steps: Sequence[TransformerStep] = recorded
         if recording.on_recorded is not None:
-            recording.on_recorded(batch)
-        batch.steps = share_tensors(batch.steps, inputs.arguments, inputs.stored)
+            steps = recording.on_recorded(batch, recorded)
+        batch.steps = share_tensors(steps, inputs.arguments, inputs.stored)
         return images
 
     def inputs(self, encoded: EncodedRows, prompt_indices: list[int]) -> BatchInputs:
@@ -244,10 +243,12 @@ def predict(
 
 
 def _arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded call's arguments; lists and dicts are copies, from which a transformer may remove items."""
-    sample, *others = call  # which comes first, in the dtype in which the pipeline passed it
-    recorded = recursively_apply(lambda tensor: tensor, {sample: call[sample]})
-    return recorded | recursively_apply(as_float32, {name: call[name] for name in others})
+    """Return the arguments of a recorded call, in copied lists and dicts: a transformer may remove items from them."""
+    # The latents are the first argument, and keep the dtype in which the pipeline passed them
+    sample, *others = call
+    return copy_containers({sample: call[sample]}) | recursively_apply(
+        as_float32, {name: call[name] for name in others}
+    )
 
 
 def as_float32(tensor: torch.Tensor) -> torch.Tensor:

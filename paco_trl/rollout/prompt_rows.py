@@ -90,7 +90,7 @@ class PromptRows:
                 self.image_layouts[row_index] = (1, 1)
             self.prompt_indices.append(range(len(self.image_prompts), len(self.image_prompts) + len(prompts)))
             self.image_prompts += [ImagePrompt(row_index, prompt) for prompt in prompts]
-        self.lengths = list(map(len, self.prompt_indices))  # number of images of each row
+        self.images_per_row = list(map(len, self.prompt_indices))
         for row_index, ((rows, cols), (height, width)) in enumerate(
             zip(self.image_layouts, self.requested_sizes, strict=True)
         ):

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import nn
 
 from ..utils.images import to_rgb
-from ..utils.tensors import to_device
+from ..utils.tensors import copy_containers, to_device
 from .families import Family
 from .sde import FlowMatchSDEScheduler, SDESettings, SDEStep, keyed_generator
 
@@ -106,8 +106,8 @@ class BatchRecorder:
 
     def on_call(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments of a call of the transformer in a step that is recorded."""
-        # The tensors stay the same, but a transformer may remove items from a dict argument
-        self._calls.append(recursively_apply(lambda tensor: tensor, arguments))
+        # A transformer may remove items from a dict argument
+        self._calls.append(copy_containers(arguments))
 
     def on_output(self, output: torch.Tensor) -> None:
         """Keep an output of the transformer in a step that is recorded."""
@@ -406,8 +406,8 @@ def split_step(record: Step, parts: int, family: Family) -> list[Step]:
 
 
 def share_tensors(
-    records: list[RecordedStep], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
-) -> list[RecordedStep]:
+    records: Sequence[Step], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
+) -> list[Step]:
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
     # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
     pairs = []  # encoded prompts in the forms that calls have: full, once for all images, in a list

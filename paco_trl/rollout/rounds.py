@@ -16,7 +16,7 @@ from ..data import join_grid
 from ..utils.tensors import to_device
 from .families import Family
 from .prompt_rows import PromptRows
-from .recording_pipeline import split_step
+from .recording_pipeline import TransformerStep, split_step
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Completion:
         """Row index in the dataset."""
         return self.row.index
 
-    def add(self, panels: dict[int, Image.Image]) -> bool:
+    def add_panels(self, panels: dict[int, Image.Image]) -> bool:
         """Add images by panel; return whether the completion has all of them now, and so its `image`."""
         self.panels |= panels
         if len(self.panels) < len(self.samples):
@@ -121,7 +121,7 @@ class Batch:
     """Samples that are generated and trained together, with the steps at which they are trained."""
 
     samples: list[Sample]
-    steps: list[Any] = field(default_factory=list)  # trained steps, of a kind of `TransformerStep`
+    steps: list[TransformerStep] = field(default_factory=list)  # at which they are trained
 
     @property
     def groups(self) -> set[int]:
@@ -195,7 +195,7 @@ class Round:
             round_row = self._round_row(row_index)
             completions = [Completion(first + k, group, k, round_row) for k in range(num_generations)]
             self.completions += completions
-            for panel in range(rows.lengths[row_index]):
+            for panel in range(rows.images_per_row[row_index]):
                 for completion in completions:
                     completion.samples.append(Sample(completion, panel, rows.is_anchored and panel > 0))
                 self.samples += [completion.samples[panel] for completion in completions]
@@ -213,8 +213,8 @@ class Round:
         return [completion.row_index for completion in self.completions[:: self.num_generations]]
 
     @property
-    def has_sets(self) -> bool:
-        """Whether a completion has several images."""
+    def has_separate(self) -> bool:
+        """Whether a completion is a set of separate images."""
         return any(len(completion.samples) > 1 for completion in self.completions)
 
     def replace(self, group: int, row_index: int) -> None:
@@ -266,11 +266,11 @@ class Round:
             }
         return first_images
 
-    def add(self, batch: Batch, images: Sequence[Image.Image]) -> list[Completion]:
+    def add_images(self, batch: Batch, images: Sequence[Image.Image]) -> list[Completion]:
         """Give the completions the images of a batch; return those that are finished with them."""
         finished = []
         for sample, image in zip(batch.samples, images, strict=True):
-            if not sample.is_padding and sample.completion.add({sample.panel: image}):
+            if not sample.is_padding and sample.completion.add_panels({sample.panel: image}):
                 finished.append(sample.completion)
         return finished
 
@@ -292,7 +292,7 @@ class Round:
                     raise RuntimeError(
                         f"Set {completion_index} of a round has {len(panels)} of its {expected} images on all processes."
                     )
-                if process == accelerator.process_index and self.completions[completion_index].add(panels):
+                if process == accelerator.process_index and self.completions[completion_index].add_panels(panels):
                     finished.append(self.completions[completion_index])
         for completion in self.completions:
             completion.panels = {}  # other processes have finished these

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..checkpointing.weights import EMA, use_weights
 from ..hub.card_data import ImageModelCardData
 from ..rewards.scoring import Scores
-from ..rollout import Family, check_call_at, keyed_generator, predict
+from ..rollout import Family, RecordedStep, check_call_at, keyed_generator, predict
 from ..rollout.policy import RecordingOptions
 from ..rollout.rounds import Batch
 from ..utils.papers import NFT_PAPER
@@ -136,13 +136,13 @@ class PaCoNFTTrainer(RoundTrainer):
             weights, device = self.old_policy.average, self.accelerator.device
             with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._sharded_engine):
                 with torch.no_grad():
-                    for step in (step for batch in batches for step in batch.steps):
+                    for step in cast(list[NoisedStep], [step for batch in batches for step in batch.steps]):
                         step.old_policy_velocity = self.policy.predict(self.model, step.to(device))
         return scores, timings
 
-    def _noise(self, batch: Batch) -> None:
+    def _noise(self, batch: Batch, recorded: list[RecordedStep]) -> list[NoisedStep]:
         """Noise images to times of the schedule, and predict the velocity of the weights that generated them."""
-        args, (last,) = self.args, batch.steps
+        args, (last,) = self.args, recorded
         latents = last.prev_sample  # (B, ...)
         # The last step is left out, as in the published code
         schedule = torch.tensor(self.policy.scheduler.times[: args.num_inference_steps - 1])
@@ -152,16 +152,15 @@ class PaCoNFTTrainer(RoundTrainer):
         times = torch.stack(
             [schedule[torch.randperm(len(schedule), generator=generator)[:levels]] for generator in generators], dim=1
         )  # (levels, B)
-        batch.steps = []
+        steps = []
         for sigma in to_device(times, latents.device):
             noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
             sample, target = add_flow_noise(latents, to_device(noise, latents.device), sigma)  # (B, ...)
             calls = [self.family.call_at(call, sample, sigma) for call in last.calls]
             with torch.no_grad():
                 velocity = predict(self.model, calls, self.family, args.guidance_scale, sample)
-            batch.steps.append(
-                NoisedStep(sample=sample, calls=calls, times=sigma, target=target, rollout_velocity=velocity)
-            )
+            steps.append(NoisedStep(sample=sample, calls=calls, times=sigma, target=target, rollout_velocity=velocity))
+        return steps
 
     # ---- Loss ----
 

@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 ROUNDS_AHEAD = 8
 
 
-def rows_per_round(lengths: np.ndarray, num_prompts: int) -> int:
+def rows_per_round(images_per_row: np.ndarray, num_prompts: int) -> int:
     """
     Return the largest number of rows that fits a round for any choice of rows, or 0.
 
-    `lengths` is the number of prompts of each row.
+    A row has as many prompts as images.
     """
-    longest = np.sort(lengths)[::-1]
-    for count in range(min(len(longest), num_prompts), 0, -1):
-        # Rows are sorted by length and dealt round-robin, so a round takes one row of each block of `rounds` rows
-        rounds = len(longest) // count
-        if longest[: count * rounds : rounds].sum() <= num_prompts:
+    largest = np.sort(images_per_row)[::-1]
+    for count in range(min(len(largest), num_prompts), 0, -1):
+        # Rows are sorted by their number of images and dealt round-robin, so a round takes one row of each block of
+        # `rounds` rows
+        rounds = len(largest) // count
+        if largest[: count * rounds : rounds].sum() <= num_prompts:
             return count
     return 0
 
@@ -43,28 +44,29 @@ class RoundSchedule:
     """
     The rounds of a run; nothing depends on processes, workers or where a run was resumed.
 
-    `lengths` has each row's number of prompts: of a set of separate images, one for each panel.
+    `images_per_row` has the number of images, and so of prompts, of each row: a set of separate images has one for each
+    panel.
     """
 
-    def __init__(self, args: PaCoGRPOConfig, lengths: Sequence[int]):
+    def __init__(self, args: PaCoGRPOConfig, images_per_row: Sequence[int]):
         self.args = args
         self.plan = args.round_plan
-        self.lengths = np.array(lengths)
-        self.num_rows = len(lengths)
-        self.rows_per_round = rows_per_round(self.lengths, self.plan.num_prompts)
+        self.images_per_row = np.array(images_per_row)
+        self.num_rows = len(images_per_row)
+        self.rows_per_round = rows_per_round(self.images_per_row, self.plan.num_prompts)
         if not self.rows_per_round:
-            longest = int(self.lengths.argmax())
+            largest = int(self.images_per_row.argmax())
             raise ValueError(
-                f"Row {longest} of the dataset is a set of {max(lengths)} separate images, but a round has "
+                f"Row {largest} of the dataset is a set of {max(images_per_row)} separate images, but a round has "
                 f"{self.plan.num_prompts} prompts, one for each image: {self.plan.summary()} Set "
-                f"`num_prompts_per_generation` to at least {max(lengths)}, or leave the row out."
+                f"`num_prompts_per_generation` to at least {max(images_per_row)}, or leave the row out."
             )
-        # Rounds are about equal, whatever the lengths
-        spare = self.plan.num_prompts - self.rows_per_round * self.lengths.mean()
+        # Rounds are about equal, whatever the rows
+        spare = self.plan.num_prompts - self.rows_per_round * self.images_per_row.mean()
         if spare > self.plan.num_prompts / 4:
             logger.warning(
                 f"Of the {self.plan.num_prompts} prompts of a round about {spare:.0f} are generated and not trained, "
-                f"since {self.rows_per_round} sets of up to {max(lengths)} separate images fill the rest. Set "
+                f"since {self.rows_per_round} sets of up to {max(images_per_row)} separate images fill the rest. Set "
                 "`num_prompts_per_generation` to a multiple of the usual number of images."
             )
         self.rounds_per_epoch = self.num_rows // self.rows_per_round
@@ -78,10 +80,10 @@ class RoundSchedule:
         order = np.arange(self.num_rows)
         if self.args.shuffle_dataset:
             order = np.random.default_rng((self.args.seed, STREAMS["prompts"], epoch)).permutation(order)
-        # Deal the sorted rows round-robin: rounds then have about the same number of images. With rows of one length
-        # the rounds are slices of the permutation
+        # Deal the sorted rows round-robin: rounds then have about the same number of images. If all rows have the same
+        # number, the rounds are slices of the permutation
         dealt = order[: rounds * count].reshape(rounds, count).T.flatten()
-        dealt = dealt[np.argsort(-self.lengths[dealt], kind="stable")]
+        dealt = dealt[np.argsort(-self.images_per_row[dealt], kind="stable")]
         return dealt.reshape(count, rounds)[:, position].tolist()
 
     def other_row_indices(self, round_index: int) -> list[int]:
@@ -205,7 +207,7 @@ class TrainingRound(Round):
 
     def _shape(self, row_index: int) -> tuple[tuple[int, int], int]:
         """Return size and number of the images of a row."""
-        return self.sizes[row_index], self.rows.lengths[row_index]
+        return self.sizes[row_index], self.rows.images_per_row[row_index]
 
     def batches_of(self, groups: set[int]) -> list[Batch]:
         """Return this process's batches of some groups, padded so that every process generates as many."""

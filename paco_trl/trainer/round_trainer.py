@@ -179,7 +179,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
         check_panels_used(args, self.train_rows, *eval_rows)
         warn_of_trained_rows(self.train_rows, eval_rows)
-        self.schedule = RoundSchedule(args, self.train_rows.lengths)
+        self.schedule = RoundSchedule(args, self.train_rows.images_per_row)
         self._open_run(args, model, adapter, family)
         reward_models = offload_models(args, self.rewards, self.eval_rewards)
 
