@@ -72,6 +72,12 @@ class JudgedReward:
         self.is_async = hasattr(self.judge, "answer")  # then it is queried while other images are generated
         self.model_name = getattr(self.judge, "model_name", None)  # name on cards
         self._options = {} if self.scale is None else {"scale": self.scale}
+        # Name of the judge's method that answers the questions
+        self._method = "decide" if hasattr(self.judge, "decide") else "score"
+        if self.is_async:
+            self._method = "answer"
+        elif self.scale is not None:
+            self._method = "rate"
         if self.topic:
             self._warn_if_untrained(self.topic, "Use a judge that was trained for it.")
 
@@ -86,18 +92,14 @@ class JudgedReward:
         questions = self._questions(prompts, completions, **columns)
         images = [question.images for row in questions for question in row]
         texts = [question.text for row in questions for question in row]
+        ask = getattr(self.judge, self._method)
         if self.is_async:
 
             async def query_server() -> list[float | None]:
-                return self._rewards(questions, await self.judge.answer(images, texts, **self._options), log_metric)
+                return self._rewards(questions, await ask(images, texts, **self._options), log_metric)
 
             return query_server()
-        if self.scale is not None:
-            scores = self.judge.rate(images, texts, scale=self.scale)
-        elif hasattr(self.judge, "decide"):
-            scores = self.judge.decide(images, texts)
-        else:
-            scores = self.judge.score(images, texts)
+        scores = ask(images, texts, **self._options)
         answers = [Answer(score, "undecided" if score is None else None) for score in scores]
         return self._rewards(questions, answers, log_metric)
 
