@@ -19,7 +19,7 @@ from torch import nn
 from paco_trl.rewards import ConsistencyReward, EditReward, redness_reward
 from paco_trl.rewards.errors import RewardError
 from paco_trl.rewards.limits import check_failures
-from paco_trl.rewards.scoring import RoundScoring, offloadable_models
+from paco_trl.rewards.scoring import RoundScoring, move_models_to_cpu
 from paco_trl.rewards.weighting import Rewards
 from paco_trl.rollout.policy import as_float32
 from testing_utils import are_equal, entries_of, jsonl, logs_with, wait_until, weights_of
@@ -369,8 +369,8 @@ class TestMemory:
         elsewhere.model.to("meta")
         judged = [ConsistencyReward(judge), EditReward(judge)]
         own = WithModel()
-        assert offloadable_models([*judged, redness_reward], cpu) == [judge.model]  # once
-        assert offloadable_models([own], torch.device("meta")) == [own.model]
+        assert move_models_to_cpu([*judged, redness_reward], cpu) == [judge.model]  # once
+        assert move_models_to_cpu([own], torch.device("meta")) == [own.model]
 
         async def waits(prompts, completions, **kwargs):
             return [0.0] * len(completions)
@@ -378,7 +378,7 @@ class TestMemory:
         waits.model = own.model  # scores while others are generated
         served = WithModel()
         served.is_async = True
-        assert offloadable_models([elsewhere, waits, served, redness_reward], cpu) == []
+        assert move_models_to_cpu([elsewhere, waits, served, redness_reward], cpu) == []
         assert {weight.device.type for weight in elsewhere.model.parameters()} == {"meta"}
         make_trainer(reward_funcs=[own, redness_reward], offload_rewards=True)
         assert "offload_rewards" not in caplog.text

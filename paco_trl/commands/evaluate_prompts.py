@@ -21,7 +21,7 @@ from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.prompt_results import prompt_results
 from ..image_benchmarks.prompt_systems import PromptSystem, find_leak, generate_images, score_images
 from ..rewards.checks import check_columns
-from ..rewards.scoring import offloadable_models
+from ..rewards.scoring import move_models_to_cpu
 from ..rewards.weighting import Rewards
 from ..rollout import get_family
 from ..rollout.adapters import SavedAdapter
@@ -72,7 +72,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"
     )
-    models = offloadable_models(rewards.functions, accelerator.device)
+    models = move_models_to_cpu(rewards.functions, accelerator.device)
     with sole_writer(args.output_dir, "images"):
         systems = _generate_systems(args, [base, *adapter_specs], leaks, settings, rows, accelerator)
         with placed_on(models, accelerator.device):

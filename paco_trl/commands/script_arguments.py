@@ -303,10 +303,10 @@ def check_sizes(args: Any, value_of: Any, *datasets: "Dataset") -> None:
 
 def fit_reward_options(script_args: ScriptArguments, args: "PaCoGRPOConfig", functions: list[Callable]) -> None:
     """Drop a recipe's `offload_rewards` if no reward has a model in this process."""
-    from ..rewards.scoring import offloadable_models
+    from ..rewards.scoring import move_models_to_cpu
 
     if args.offload_rewards and "offload_rewards" not in script_args.chosen:
-        args.offload_rewards = bool(offloadable_models(functions, args.device))
+        args.offload_rewards = bool(move_models_to_cpu(functions, args.device))
 
 
 def _load_prompts(script_args: ScriptArguments, name: str, split: str, is_training: bool = True) -> "Dataset":

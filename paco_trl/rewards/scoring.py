@@ -2,14 +2,15 @@
 """Score the completions of a round while its images are generated, and gather the rewards on every process."""
 
 import asyncio
+import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -41,14 +42,22 @@ _SECONDS_PER_AGREEMENT = 1.0
 _STOP_TIMEOUT = 10.0
 
 
+class LoggedMetrics(NamedTuple):
+    """What a call of rewards logged by `log_metric`."""
+
+    # Completions that it scored and that have not been replaced since
+    completion_indices: set[int]
+    num_scored: int
+    entries: dict[str, list[float]]
+
+
 @dataclass
 class Scores:
     """Scores of a round, indexed by completion, the same on every process."""
 
     rewards: torch.Tensor  # (completions, rewards), on the CPU, NaN where one could not be computed
     extra: dict[str, list]  # columns that rewards logged (`log_extra`)
-    # For each call: the completions it still counts for, how many it scored, and what it logged by `log_metric`
-    logged_metrics: list[tuple[set[int], int, dict[str, list[float]]]]
+    logged_metrics: list[LoggedMetrics]  # one for each call
     wait_seconds: float  # time this process waited for rewards after its last image
     hidden_seconds: float  # time of computing rewards during generation
 
@@ -56,9 +65,10 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """Return the metrics that rewards logged, averaged over the calls of all processes."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for completion_indices, count, entries in self.logged_metrics:
-            share = len(completion_indices) / count  # the call's other completions have been replaced
-            for name, value in ((name, value) for name, values in entries.items() for value in values):
+        for logged in self.logged_metrics:
+            # A call counts less if some of its completions have been replaced
+            share = len(logged.completion_indices) / logged.num_scored
+            for name, value in ((name, value) for name, values in logged.entries.items() for value in values):
                 sums[name] = [sums[name][0] + share * value, sums[name][1] + share]
         return {name: total / weight for name, (total, weight) in sorted(sums.items()) if weight}
 
@@ -66,8 +76,9 @@ class Scores:
         """Replace the scores of some completions."""
         self.rewards[completion_indices] = new.rewards[completion_indices]
         replaced = set(completion_indices)
-        remaining = [(indices - replaced, count, entries) for indices, count, entries in self.logged_metrics]
-        self.logged_metrics = remaining + new.logged_metrics
+        self.logged_metrics = [
+            logged._replace(completion_indices=logged.completion_indices - replaced) for logged in self.logged_metrics
+        ] + new.logged_metrics
         for column in self.extra | new.extra:
             cells = self.extra.setdefault(column, [None] * len(self.rewards))
             for completion_index in completion_indices:
@@ -75,15 +86,22 @@ class Scores:
 
 
 @dataclass
-class _Call:
+class _CallRecord:
+    """What is written down while a call runs: its time, and what its rewards log."""
+
+    started: float = math.inf
+    ended: float = math.inf
+    extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Call(NamedTuple):
     """A call of one or more rewards on a batch of completions."""
 
     reward_indices: list[int]
-    scored: list[int]  # indices of the completions
-    values: Future = field(init=False)  # result: one list of values per reward
-    span: list[float] = field(default_factory=list)  # start and end time
-    extra: dict[str, list] = field(default_factory=lambda: defaultdict(list))
-    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    completion_indices: list[int]
+    record: _CallRecord
+    values: Future  # result: one list of values per reward
 
 
 def reward_arguments(
@@ -112,9 +130,9 @@ class RewardScorer:
 
     Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL`
     completions at a time: which ones share a call does not depend on timing, so that a reward whose rounding depends
-    on its batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the completions
-    of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync rewards
-    are also called after generation, while their models are on the accelerator.
+    on its batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the
+    completions of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync
+    rewards are also called after generation, while their models are on the accelerator.
     """
 
     def __init__(self, rewards: Rewards, accelerator: Accelerator, models: Sequence[nn.Module] = ()):
@@ -134,6 +152,29 @@ class RewardScorer:
             # A new thread starts on the first device, not on this process's
             if accelerator.device.type == "cuda":
                 self.loop.call_soon_threadsafe(torch.cuda.set_device, accelerator.device)
+
+    def submit(self, call: Callable[[], Any]) -> Future:
+        """Run a call of sync rewards on their thread, after the calls that were submitted before."""
+        # A new thread starts on the first device, not on this process's
+        device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
+        return self.executor.submit(self._run, call, device)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        """Start a coroutine of async rewards on the event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    @torch.no_grad()
+    def _run(self, call: Callable[[], Any], device: int | None) -> Any:
+        """Run a call on the thread of sync rewards, on a GPU on their stream."""
+        if device is None:
+            return call()
+        torch.cuda.set_device(device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        # The weights of rewards are moved on the default stream
+        self.stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(self.stream):
+            return call()
 
     @contextmanager
     def scoring(self, scored_round: Round, state: TrainerState) -> Iterator["RoundScoring"]:
@@ -164,7 +205,7 @@ class RoundScoring:
         self._async_rewards = [k for k in indices if self.rewards.is_async[k] and not compares_group[k]]
         self._sync_rewards = [k for k in indices if not self.rewards.is_async[k] and not compares_group[k]]
         # Completion indices and arguments, for the next sync call and for rewards that compare a group
-        self._pending_rows: list[tuple[int, dict]] = []
+        self._waiting_rows: list[tuple[int, dict]] = []
         self._group_rows: list[tuple[int, dict]] = []
         self._calls: list[_Call] = []
         self._num_batches = 0
@@ -174,7 +215,8 @@ class RoundScoring:
     @property
     def scores(self) -> Scores:
         """Scores of the round, after [`~RewardScorer.scoring`] has ended."""
-        assert self._scores is not None
+        if self._scores is None:
+            raise RuntimeError("A round has no scores before `RewardScorer.scoring` has ended.")
         return self._scores
 
     def add(self, completions: list[Completion]) -> None:
@@ -186,7 +228,7 @@ class RoundScoring:
         if self._async_rewards and rows:
             self._submit(self._async_rewards, rows)
         if self._sync_rewards:
-            self._pending_rows.extend(rows)
+            self._waiting_rows.extend(rows)
             if not self.scorer.models:
                 self._submit_waiting(COMPLETIONS_PER_CALL)
         if self._group_rewards:
@@ -210,12 +252,12 @@ class RoundScoring:
                 calls = [call.values for call in self._calls]
                 is_pending = self._raise_together(wait(calls, _SECONDS_PER_AGREEMENT, FIRST_EXCEPTION).not_done)
         wait_seconds = time.perf_counter() - start_time
-        rewards, extra, logged = self._gather()
-        hidden = _union_seconds([call.span for call in self._calls], start_time)
-        self._scores = Scores(rewards, extra, logged, wait_seconds, hidden)
+        values, extra, logged = self._gather()
+        hidden = _union_seconds(((call.record.started, call.record.ended) for call in self._calls), start_time)
+        self._scores = Scores(values, extra, logged, wait_seconds, hidden)
 
     def drop(self) -> None:
-        """Cancel what is left of an interrupted round."""
+        """Cancel calls that have not started, and wait for running ones. After a finished round there are none."""
         for call in self._calls:
             call.values.cancel()
         # A call may still run: do not move its model off the accelerator, nor save random states, meanwhile
@@ -223,56 +265,44 @@ class RoundScoring:
         wait([call.values for call in self._calls if not is_async[call.reward_indices[0]]], _STOP_TIMEOUT)
 
     def _submit_waiting(self, min_rows: int) -> None:
-        while len(self._pending_rows) >= min_rows:
-            self._submit(self._sync_rewards, self._pending_rows[:COMPLETIONS_PER_CALL])
-            del self._pending_rows[:COMPLETIONS_PER_CALL]
+        while len(self._waiting_rows) >= min_rows:
+            self._submit(self._sync_rewards, self._waiting_rows[:COMPLETIONS_PER_CALL])
+            del self._waiting_rows[:COMPLETIONS_PER_CALL]
 
     def _submit(self, indices: list[int], batch: list[tuple[int, dict]]) -> None:
         """Start a call of some rewards, on the event loop if they are async, otherwise on the thread."""
-        call = _Call(indices, [completion_index for completion_index, _ in batch])
-        rows = [row for _, row in batch]
+        record = _CallRecord()
         arguments = reward_arguments(
-            rows, self.round.num_generations, self.state,
-            log_extra=lambda column, values: call.extra[column].extend(values),
-            log_metric=lambda name, value: call.metrics[name].append(float(value)),
+            [row for _, row in batch], self.round.num_generations, self.state,
+            log_extra=lambda column, values: record.extra[column].extend(values),
+            log_metric=lambda name, value: record.metrics[name].append(float(value)),
         )  # fmt: skip
         if self.rewards.is_async[indices[0]]:
-            call.values = asyncio.run_coroutine_threadsafe(self._call_async(call, arguments), self.scorer.loop)
+            values = self.scorer.start(self._call_async(indices, arguments, record))
         else:
-            # A new thread starts on the first device, not on this process's
-            device = torch.cuda.current_device() if self.accelerator.device.type == "cuda" else None
-            call.values = self.scorer.executor.submit(self._call_sync, call, arguments, device)
-        self._calls.append(call)
+            values = self.scorer.submit(functools.partial(self._call_sync, indices, arguments, record))
+        self._calls.append(_Call(indices, [completion_index for completion_index, _ in batch], record, values))
 
-    @torch.no_grad()
-    def _call_sync(self, call: _Call, arguments: dict, device: int | None) -> list[list]:
+    def _call_sync(self, indices: list[int], arguments: dict, record: _CallRecord) -> list[list]:
         """Call sync rewards; runs on their thread."""
-        if any(earlier.values.done() and earlier.values.exception() for earlier in self._calls if earlier is not call):
-            return []  # the run is about to stop: do not compute an expensive reward for nothing
-        call.span = [time.perf_counter(), torch.inf]
-        scorer = self.scorer
-        stream = nullcontext()
-        if device is not None:
-            torch.cuda.set_device(device)
-            if scorer.stream is None:
-                scorer.stream = torch.cuda.Stream()
-            scorer.stream.wait_stream(torch.cuda.default_stream())  # which moved the weights
-            stream = torch.cuda.stream(scorer.stream)
-        with stream:
-            values = [self.rewards.call(index, **arguments) for index in call.reward_indices]
-        call.span[1] = time.perf_counter()
+        # The run is about to stop if a call has failed: do not compute an expensive reward for nothing
+        if any(earlier.values.done() and earlier.values.exception() for earlier in self._calls):
+            return []
+        record.started = time.perf_counter()
+        values = [self.rewards.call(index, **arguments) for index in indices]
+        record.ended = time.perf_counter()
         return values
 
-    async def _call_async(self, call: _Call, arguments: dict) -> list[list]:
+    async def _call_async(self, indices: list[int], arguments: dict, record: _CallRecord) -> list[list]:
         """Call async rewards; runs on the event loop."""
         async with self._slots:
-            call.span = [time.perf_counter(), torch.inf]
+            record.started = time.perf_counter()
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self.rewards.call(index, **arguments)) for index in call.reward_indices]
+                    tasks = [group.create_task(self.rewards.call(index, **arguments)) for index in indices]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors.exceptions[0].__cause__
-            call.span[1] = time.perf_counter()
+            record.ended = time.perf_counter()
         return [task.result() for task in tasks]
 
     def _exchange_groups(self) -> list[list[tuple[int, dict]]]:
@@ -292,37 +322,44 @@ class RoundScoring:
                 groups.append([(n, rows[n]) for n in indices])
         return groups
 
-    def _gather(self) -> tuple[torch.Tensor, dict[str, list], list]:
+    def _gather(self) -> tuple[torch.Tensor, dict[str, list], list[LoggedMetrics]]:
         """Gather the values, logged columns and metrics of all calls. Collective: call on all ranks."""
         error = None
         for call in self._calls:
-            if wrong := [column for column, values in call.extra.items() if len(values) != len(call.scored)]:
+            extra, num_scored = call.record.extra, len(call.completion_indices)
+            if wrong := [column for column, cells in extra.items() if len(cells) != num_scored]:
                 error = RewardError(
-                    f"Rewards logged {len(call.extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) "
-                    f"for {len(call.scored)} images. Log one value per image, and a different column for each reward."
+                    f"Rewards logged {len(extra[wrong[0]])} value(s) in the column '{wrong[0]}' (`log_extra`) "
+                    f"for {num_scored} images. Log one value per image, and a different column for each reward."
                 )
         self._raise_together(error=error)
         results = gather_object(
             [
-                (call.scored, call.reward_indices, call.values.result(), dict(call.extra), dict(call.metrics))
+                (
+                    call.completion_indices,
+                    call.reward_indices,
+                    call.values.result(),
+                    dict(call.record.extra),
+                    dict(call.record.metrics),
+                )
                 for call in self._calls
             ]
         )
-        rewards = torch.full((len(self.round.completions), len(self.rewards.functions)), torch.nan)
+        values = torch.full((len(self.round.completions), len(self.rewards.functions)), torch.nan)
         loggers = {(column, tuple(indices)) for _, indices, _, logged, _ in results for column in logged}
         columns = [column for column, _ in loggers]
         if duplicates := {column for column in columns if columns.count(column) > 1}:
             raise RewardError(
                 f"Several rewards log the column(s) {', '.join(sorted(duplicates))}. Give each reward its own."
             )
-        extra: dict[str, list] = {column: [None] * len(rewards) for column in sorted(columns)}
-        for scored, indices, values, logged, _ in results:
-            for index, column in zip(indices, values, strict=True):
-                rewards[scored, index] = torch.tensor([math.nan if value is None else value for value in column])
+        extra = {column: [None] * len(values) for column in sorted(columns)}
+        for scored, indices, call_values, logged, _ in results:
+            for index, column in zip(indices, call_values, strict=True):
+                values[scored, index] = torch.tensor([math.nan if value is None else value for value in column])
             for name, cells in logged.items():
                 for completion_index, cell in zip(scored, cells, strict=True):
                     extra[name][completion_index] = cell
-        return rewards, extra, [(set(scored), len(scored), metrics) for scored, *_, metrics in results]
+        return values, extra, [LoggedMetrics(set(scored), len(scored), metrics) for scored, *_, metrics in results]
 
     def _raise_together(self, pending: Iterable = (), error: BaseException | None = None) -> bool:
         """Raise on all processes if any has a failed call or must stop; return whether any has pending calls."""
@@ -342,8 +379,8 @@ class RoundScoring:
         raise RewardError(f"A reward failed on {'; '.join(texts)}.") from error
 
 
-def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> list[nn.Module]:
-    """Move the models of sync rewards and their judges to the CPU and return them, except those on other devices."""
+def move_models_to_cpu(rewards: Iterable[Callable], device: torch.device) -> list[nn.Module]:
+    """Move the models of sync rewards and their judges to the CPU and return them; leave models on other devices."""
     owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_reward(reward)]
     models = [model for owner in owners if isinstance(model := getattr(owner, "model", None), nn.Module)]
     movable = {torch.device("cpu"), torch.empty(0, device=device).device}  # resolves `cuda` to one of several
@@ -351,7 +388,7 @@ def offloadable_models(rewards: Iterable[Callable], device: torch.device) -> lis
     return [model.to("cpu") for model in dict.fromkeys(models)]  # rewards may share a judge
 
 
-def _union_seconds(spans: list[list[float]], until: float) -> float:
+def _union_seconds(spans: Iterable[tuple[float, float]], until: float) -> float:
     """Return the seconds before `until` covered by at least one span."""
     total = 0.0
     end = -torch.inf

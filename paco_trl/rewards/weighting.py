@@ -8,8 +8,8 @@ excluded, and an exception stops the run with the reward's name.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -92,34 +92,27 @@ class Rewards:
 
     def call(self, index: int, **arguments) -> Any:
         """Call a reward and return its values, or a coroutine of them. Errors become a `RewardError` that names it."""
-        name = self.names[index]
-        count = len(arguments["completions"])
         if self.is_async[index]:
             return self._call_async(index, arguments)
-        try:
-            return _check_rewards(self.functions[index](**_copy_images(arguments, {})), name, count)
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise wrap_reward_error(name, error, __file__) from error
+        with _naming_errors(self.names[index]):
+            values = self.functions[index](**_copy_images(arguments, {}))
+            return _check_values(values, self.names[index], len(arguments["completions"]))
 
     async def _call_async(self, index: int, arguments: dict) -> list[float | None]:
-        name = self.names[index]
-        try:
+        with _naming_errors(self.names[index]):
             values = self.functions[index](**_copy_images(arguments, {}))
             if inspect.isawaitable(values):  # a subclass may override `__call__` with a sync one
                 values = await values
-            return _check_rewards(values, name, len(arguments["completions"]))
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:  # unwrapped, `SystemExit` would only end the event loop's thread
-            raise wrap_reward_error(name, error, __file__) from error
+            return _check_values(values, self.names[index], len(arguments["completions"]))
 
     # ---- Aggregation ----
 
-    def aggregate(self, rewards: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
-        """Aggregate `(completions, K)` rewards to `(completions,)`, NaN where one is `None`: [`aggregate_rewards`]."""
-        minima = rewards.nan_to_num(torch.inf).amin(dim=0).tolist()
+    def aggregate(self, values: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, AggregationDetails]:
+        """
+        Aggregate the values of K rewards, `(completions, K)` with NaN where one is missing, to `(completions,)` by
+        [`aggregate_rewards`].
+        """
+        minima = values.nan_to_num(torch.inf).amin(dim=0).tolist()
         for name, value, weight in zip(self.names, minima, self.weights.tolist(), strict=True):
             if self.method == "geometric_mean" and weight and value < 0:
                 raise RewardError(
@@ -133,30 +126,30 @@ class Rewards:
                     f"rounds, so that it may outweigh the others (see `rewards/{name}/share`). Rescale it, for "
                     "example to [0, 1], or use another `multi_objective_aggregation`."
                 )
-        return aggregate_rewards(rewards, self.weights, self.method, self.threshold, num_generations, self.required)
+        return aggregate_rewards(values, self.weights, self.method, self.threshold, num_generations, self.required)
 
-    def total(self, rewards: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
+    def total(self, values: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
         """Compute the weighted sum that TRL logs as `reward`, whatever the aggregation: taming would make it jump."""
         # Without groups an optional reward cannot be neutralized, so completions without it have no sum
         required = None if num_generations is None else self.required
         return aggregate_rewards(
-            rewards, self.weights, "sum_then_normalize", num_generations=num_generations, required=required
+            values, self.weights, "sum_then_normalize", num_generations=num_generations, required=required
         )[0]
 
     # ---- Metrics ----
 
-    def metrics(self, rewards: torch.Tensor, total: torch.Tensor, details: AggregationDetails) -> dict[str, float]:
-        """Compute metrics of the rewards and of their sums (`total`), without those that are undefined."""
+    def metrics(self, values: torch.Tensor, total: torch.Tensor, details: AggregationDetails) -> dict[str, float]:
+        """Compute metrics of the rewards' values and of their sums (`total`). Undefined metrics are left out."""
         metrics: dict[str, float] = {}
         per_reward = zip(details.coefficient_of_variation, details.tamed, details.share, strict=True)
-        for name, values, (h, tamed, share) in zip(self.names, rewards.T, per_reward, strict=True):
-            valid_values = values[~torch.isnan(values)]
+        for name, column, (h, tamed, share) in zip(self.names, values.T, per_reward, strict=True):
+            valid_values = column[~torch.isnan(column)]
             mean = valid_values.mean().item() if len(valid_values) else None
             first = metrics.get(f"rewards/{self.names[0]}/mean")
             reward_metrics = {
                 "mean": mean,
                 "std": valid_values.std().item() if len(valid_values) > 1 else None,
-                "failure_rate": torch.isnan(values).float().mean().item(),
+                "failure_rate": torch.isnan(column).float().mean().item(),
                 "ratio": mean / first if first and mean is not None else None,
                 "h": h,  # undefined for a reward with a negative value
                 "tamed": float(tamed),
@@ -171,6 +164,17 @@ class Rewards:
         return metrics
 
 
+@contextmanager
+def _naming_errors(name: str) -> Iterator[None]:
+    """Raise an error of a reward as a `RewardError` that names the reward."""
+    try:
+        yield
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:  # unwrapped, `SystemExit` would only end the thread of an async reward
+        raise wrap_reward_error(name, error, __file__) from error
+
+
 def _copy_images(value: Any, images: dict[int, Image.Image]) -> Any:
     """Copy images, each once, and their lists and dicts, since rewards and the image sheet share them."""
     if isinstance(value, Image.Image):
@@ -182,22 +186,22 @@ def _copy_images(value: Any, images: dict[int, Image.Image]) -> Any:
     return value
 
 
-def _check_rewards(rewards, name: str, count: int) -> list[float | None]:
+def _check_values(values, name: str, count: int) -> list[float | None]:
     # A set has no order, and a dict would yield its keys
-    is_list = isinstance(rewards, Iterable) and not isinstance(rewards, str | bytes | Mapping | Set)
-    if not is_list or getattr(rewards, "ndim", 1) == 0:
-        raise RewardError(f"The reward '{name}' returned {rewards!r}, but must return a list of one value per image.")
-    rewards = list(rewards)
-    if len(rewards) != count:
+    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
+    if not is_list or getattr(values, "ndim", 1) == 0:
+        raise RewardError(f"The reward '{name}' returned {values!r}, but must return a list of one value per image.")
+    values = list(values)
+    if len(values) != count:
         raise RewardError(
-            f"The reward '{name}' returned {len(rewards)} value(s) for {count} image(s); it must return one each."
+            f"The reward '{name}' returned {len(values)} value(s) for {count} image(s); it must return one each."
         )
-    for index, reward in enumerate(rewards):
+    for index, value in enumerate(values):
         with suppress(TypeError, ValueError, OverflowError):  # raised for what is not a number
-            if reward is None or math.isfinite(reward) and abs(reward) <= torch.finfo(torch.float32).max:
+            if value is None or math.isfinite(value) and abs(value) <= torch.finfo(torch.float32).max:
                 continue
         raise RewardError(
-            f"The reward '{name}' returned {shorten(reward)} for image {index}, which is not a finite number. Return "
+            f"The reward '{name}' returned {shorten(value)} for image {index}, which is not a finite number. Return "
             "None for an image that could not be scored, to exclude and count it."
         )
-    return [None if reward is None else float(reward) for reward in rewards]
+    return [None if value is None else float(value) for value in values]

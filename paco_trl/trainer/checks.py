@@ -16,7 +16,7 @@ from ..data.image_sets import PANEL_OPTIONS
 from ..data.pairs import content_text, iter_texts
 from ..rewards.checks import check_columns
 from ..rewards.paco_reward import decision_token_ids
-from ..rewards.scoring import offloadable_models
+from ..rewards.scoring import move_models_to_cpu
 from ..rewards.weighting import Rewards
 from ..rollout import Family
 from ..rollout.prompt_rows import PromptRows
@@ -205,7 +205,7 @@ def offload_models(args: PaCoGRPOConfig, *rewards: Rewards) -> dict[Rewards, lis
     """Move the models of rewards to the CPU with `offload_rewards`, and return them."""
     if not args.offload_rewards:
         return {scored: [] for scored in rewards}
-    models = {scored: offloadable_models(scored.functions, args.device) for scored in rewards}
+    models = {scored: move_models_to_cpu(scored.functions, args.device) for scored in rewards}
     if not any(models.values()):
         logger.warning(
             "`offload_rewards` has nothing to offload: no reward or its `judge` has a `model`, a `torch.nn.Module`, "
