@@ -859,7 +859,7 @@ class TestLongCatImageEdit:
         rows = rows_of([PROMPT], [(stripes(width, height, (255, 0, 0)),)])
         rows.args.height = rows.args.width = 1024
         rows.args.resolution_scale = scale
-        rows.resolve_for_pipeline(setup.policy.pipeline, setup.family)
+        rows = rows.resolve_for_pipeline(setup.policy.pipeline, setup.family)
         prepared = setup.family.prepare_image(setup.policy.pipeline, rows.images(0)[0], scale)
         assert prepared.size[::-1] == rows.training_sizes[0]
         own = pipeline_longcat_image_edit.calculate_dimensions(1024 * 1024, width / height)

@@ -110,6 +110,7 @@ def _read_rows(args: PromptsArguments, base: PipelineSpec) -> tuple[ScriptArgume
     settings |= {"prompts": digest(describe(rows.dataset)), "model_files": digest_model_files(base.model)}
     if set(rows.negative_prompts) != {None} and is_buildable(base.model, base.hub_arguments, None):
         pipeline = load_without_weights(base.model, {"default": torch.float32}, encodes=False, **base.hub_arguments)
+        # Check the negative prompts before weights are loaded
         rows.resolve_for_pipeline(pipeline, get_family(pipeline))
     return script_args, rows, settings
 
@@ -143,11 +144,12 @@ def _write_pages(
     args: PromptsArguments, systems: list[PromptSystem], rows: PromptRows, reward_names: list[str]
 ) -> None:
     """Write and print the results of each adapter beside its base model, or of the base model alone."""
-    sources = Path(args.output_dir) / "base" / "sources"  # source images of prompts
-    rows.sources = rows.sources or rows.references  # also if no pipeline was loaded, since no image was missing
-    for number in range(len(rows)):
-        for image in rows.images(number)[:1]:
-            write_atomically(sources / f"{number}.png", to_png(image))
+    source_images = rows.sources or rows.references
+    sources = None if source_images is None else Path(args.output_dir) / "base" / "sources"
+    if source_images is not None and sources is not None:
+        for number in range(len(rows)):
+            for image in source_images.load(number)[:1]:
+                write_atomically(sources / f"{number}.png", to_png(image))
     base, *tuned = systems
     for page_systems in [[base, system] for system in tuned] or [[base]]:
         results = prompt_results(public_name(str(args.dataset_name)), rows, reward_names, page_systems, sources)

@@ -14,7 +14,7 @@ from .. import PaCoGRPOConfig
 from ..rollout import RecordedStep, SDESettings, compute_log_prob, keyed_generator
 from ..rollout.encoder import EncodedRows
 from ..rollout.policy import Policy, RecordingOptions
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import ResolvedRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..utils.model_files import hub_arguments
@@ -30,7 +30,7 @@ class Generation(NamedTuple):
 class SampleGenerator:
     """Generates images of the first prompt with the smallest training size, by the model as training wraps it."""
 
-    def __init__(self, policy: Policy, rows: PromptRows, args: PaCoGRPOConfig, is_new_adapter: bool):
+    def __init__(self, policy: Policy, rows: ResolvedRows, args: PaCoGRPOConfig, is_new_adapter: bool):
         self.policy = policy
         self.rows = rows
         self.args = args

@@ -11,7 +11,7 @@ from .prompt_systems import PromptSystem
 
 
 def prompt_results(
-    dataset: str, rows: PromptRows, names: list[str], systems: Sequence[PromptSystem], sources: Path
+    dataset: str, rows: PromptRows, names: list[str], systems: Sequence[PromptSystem], sources: Path | None
 ) -> GenerationResults:
     """Compute the means of the rewards and of their sum, with intervals over prompts, and the paired gains."""
     labels = {name: name for name in names}
@@ -58,7 +58,7 @@ def _sets(
     systems: Sequence[PromptSystem],
     columns: Sequence[dict[str, dict[SampleKey, float]]],
     metrics: Iterable[str],
-    sources: Path,
+    sources: Path | None,
 ) -> list[ShownSet]:
     """Return each image of the systems side by side, with its scores, as the page shows them."""
     dataset = rows.dataset
@@ -69,7 +69,7 @@ def _sets(
         {
             "key": f"{prompt_ids[row]}" + f", image {image + 1}" * has_several,
             "prompt": rows.prompts[row],
-            "source": None if rows.sources is None else str(sources / f"{row}.png"),
+            "source": None if sources is None else str(sources / f"{row}.png"),
             "pictures": [[str(system.images[row, image])] for system in systems],
             "panels": list(rows.layouts[row]),
             "is_separate": layouts[row] == SEPARATE,

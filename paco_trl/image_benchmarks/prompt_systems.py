@@ -27,7 +27,7 @@ from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.policy import Policy
 from ..rollout.policy_building import wrap_pipeline
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import PromptRows, ResolvedRows
 from ..rollout.rounds import Batch, Round
 from ..rollout.sde import STREAMS
 from ..utils.names import public_name
@@ -71,7 +71,7 @@ def find_leak(spec: PipelineSpec, rows: PromptRows) -> str | None:
     return f"{name} was trained on the prompt of row {row}, and maybe on others: it may be better on these alone."
 
 
-def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps: int) -> str:
+def _describe_work(rows: ResolvedRows, files: Mapping[ImageIndex, Path], num_steps: int) -> str:
     """Describe what the missing images take, by size: `12 image(s) of 1024 x 1024, 20 steps`."""
     counts: Counter[tuple[int, int]] = Counter()
     for (row, _), path in files.items():
@@ -83,7 +83,7 @@ def _describe_work(rows: PromptRows, files: Mapping[ImageIndex, Path], num_steps
 def generate_images(
     spec: PipelineSpec,
     settings: dict[str, Any],
-    rows: PromptRows,
+    prompt_rows: PromptRows,
     files: Mapping[ImageIndex, Path],
     accelerator: Accelerator,
     show_message: Callable[[str], None],
@@ -94,7 +94,7 @@ def generate_images(
     pipeline = spec.load("cpu")
     family = get_family(pipeline)
     model = pipeline.transformer
-    rows.resolve_for_pipeline(pipeline, family)
+    rows = prompt_rows.resolve_for_pipeline(pipeline, family)
     if accelerator.is_main_process:
         show_message(_describe_work(rows, files, settings["num_inference_steps"]))
     keep_dtype_of_norms(model)

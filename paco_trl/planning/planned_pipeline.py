@@ -23,7 +23,7 @@ from ..rollout.families.unlisted import TransformerReachedError
 from ..rollout.kernels import keep_dtype_of_norms
 from ..rollout.loading import load_without_weights
 from ..rollout.policy_building import prepare_transformer
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import ResolvedRows
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
 from ..utils.model_files import hub_arguments
 from ..utils.pipelines import truncations_counted
@@ -56,14 +56,14 @@ def stub_text_encoder(encoder: Any) -> None:
 class PlannedImage:
     """The image of a dataset that takes the most memory; `scale` is that of its source images."""
 
-    rows: PromptRows
+    rows: ResolvedRows
     row_index: int
     prompt: str
     size: tuple[int, int]
     scale: float
 
     @classmethod
-    def largest(cls, rows: PromptRows, sizes: list[tuple[int, int]], scale: float) -> "PlannedImage":
+    def largest(cls, rows: ResolvedRows, sizes: list[tuple[int, int]], scale: float) -> "PlannedImage":
         """Find the row with the largest size and the longest prompt."""
         row_index, prompt = max(
             rows.image_prompts, key=lambda prompt: (math.prod(sizes[prompt.row_index]), len(prompt.prompt))

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from datasets import Dataset
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -33,7 +34,7 @@ from ..utils.pipelines import truncations_counted
 from ..utils.placement import cpu_memory, placed_on, to_cpu
 from ..utils.tensors import to_device
 from .families import Family
-from .prompt_rows import PromptKey, PromptRows
+from .prompt_rows import PromptKey, ResolvedRows
 from .recording_pipeline import EncodedImage
 from .rounds import Round
 
@@ -85,7 +86,8 @@ class PromptEncoder:
         self._is_hidden = not accelerator.is_main_process or None
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
         self._reported: set[str] = set()  # kinds of truncation
-        self._needed: WeakKeyDictionary[PromptRows, set[Condition]] = WeakKeyDictionary()
+        # By dataset, since rows of an evaluation are resolved again each time
+        self._needed: WeakKeyDictionary[Dataset, set[Condition]] = WeakKeyDictionary()
         # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed and FSDP place theirs
         # themselves
         self._frozen = [] if is_sharded(accelerator) else _frozen_layers(pipeline.transformer)
@@ -93,7 +95,7 @@ class PromptEncoder:
 
     @torch.no_grad()
     def prefetch(
-        self, rows: PromptRows, row_indices: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
+        self, rows: ResolvedRows, row_indices: Iterable[int], scale: float = 1.0, ahead: Iterable[int] = ()
     ) -> None:
         """
         Encode these rows unless they already are, together with the rows `ahead`.
@@ -104,9 +106,9 @@ class PromptEncoder:
         if needed.keys() <= self._encoded.keys():
             return
         needed |= self._conditions(rows, ahead, scale)
-        if rows not in self._needed:
+        if rows.dataset not in self._needed:
             self._warn_of_truncated(rows)
-        self._needed[rows] = set(needed)
+        self._needed[rows.dataset] = set(needed)
         still_needed = set().union(*self._needed.values())
         self._encoded = {key: tensors for key, tensors in self._encoded.items() if key in still_needed}
         new = {key: where for key, where in needed.items() if key not in self._encoded and not self._read(key)}
@@ -148,7 +150,7 @@ class PromptEncoder:
         )
 
     def _keys(
-        self, rows: PromptRows, prompt_index: int, scale: float
+        self, rows: ResolvedRows, prompt_index: int, scale: float
     ) -> tuple[list[PromptKey], list[tuple[str, float]]]:
         """Return the keys of the texts, with true CFG also of the negative prompt, and of the source images."""
         row_index, prompt = rows.image_prompts[prompt_index]
@@ -158,7 +160,7 @@ class PromptEncoder:
         return [PromptKey(text, *seen) for text in texts], [(digest, scale) for digest in digests]
 
     def _conditions(
-        self, rows: PromptRows, row_indices: Iterable[int], scale: float
+        self, rows: ResolvedRows, row_indices: Iterable[int], scale: float
     ) -> dict[Condition, tuple[int, int]]:
         """Map each prompt and source image of some rows to its place: (row index, index of the image in the row)."""
         places: dict[Condition, tuple[int, int]] = {}
@@ -189,7 +191,7 @@ class PromptEncoder:
             write_atomically(self._file(key), save(tensors))
             self._read(key)
 
-    def _encode_prompts(self, rows: PromptRows, new: dict[PromptKey, int]) -> None:
+    def _encode_prompts(self, rows: ResolvedRows, new: dict[PromptKey, int]) -> None:
         device, size = self.accelerator.device, 0
         with self._text_encoders_placed(), truncations_counted(self.pipeline) as truncations:
             for condition, row_index in tqdm(new.items(), "Encoding prompts", disable=self._is_hidden, leave=False):
@@ -208,7 +210,7 @@ class PromptEncoder:
                 logger.warning(f"For {min(count, len(new))} of {len(new)} prompts: {message}.")
         self._reported |= truncations.keys()
 
-    def _warn_of_truncated(self, rows: PromptRows) -> None:
+    def _warn_of_truncated(self, rows: ResolvedRows) -> None:
         """Warn of the prompts of a dataset that the pipeline truncates, whichever process encodes them."""
         if self.accelerator.is_main_process:
             with truncations_counted(self.pipeline):  # tokenizers warn of each long text
@@ -216,7 +218,7 @@ class PromptEncoder:
             if truncated is not None:
                 logger.warning(truncated)
 
-    def _encode_images(self, rows: PromptRows, new: dict[Any, tuple[int, int]]) -> None:
+    def _encode_images(self, rows: ResolvedRows, new: dict[Any, tuple[int, int]]) -> None:
         vae, device = self.pipeline.vae, self.accelerator.device
         with nullcontext() if vae.device.type == device.type else placed_on([vae], device):
             progress = tqdm(new.items(), "Encoding source images", disable=self._is_hidden, leave=False)

@@ -48,10 +48,6 @@ class PromptKey:
 class PromptRows:
     """Rows of image-set prompts, or of editing prompts with source images; `where` names the dataset in messages."""
 
-    # Height and width of the images of each row, from `resolve_for_pipeline`
-    inference_sizes: list[tuple[int, int]]
-    training_sizes: list[tuple[int, int]]
-
     def __init__(self, dataset: Dataset, args: RowSettings, where: str):
         self.original_dataset = dataset
         self.args = args
@@ -132,49 +128,9 @@ class PromptRows:
         """Whether some rows are sets of separate images."""
         return SEPARATE in self._column("layout")
 
-    def resolve_for_pipeline(self, pipeline, family: Family) -> "PromptRows":
-        """
-        Compute the sizes and negative prompts of all rows for a pipeline, and check them.
-
-        Must be called before `inference_sizes` and `training_sizes` are read.
-        """
-        if self.sources is None and family.max_source_images > 1:
-            self.sources = self.references
-        self._check_source_images(pipeline, family)
-        args = self.args
-        multiple = family.size_multiple(pipeline)
-        for row_index, negative in enumerate(self.negative_prompts):
-            if negative is not None:
-                with self.add_row_to_errors(row_index):
-                    family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
-        if None in self.negative_prompts:
-            default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
-            self.negative_prompts = [default if text is None else text for text in self.negative_prompts]
-        self.inference_sizes = []
-        for row_index, ((rows, cols), (height, width)) in enumerate(
-            zip(self.image_layouts, self.requested_sizes, strict=True)
-        ):
-            if self.sources not in (None, self.references) and (height is None or width is None):
-                edited = family.edited_size(pipeline, self.sources.sizes(row_index), args.height * args.width)
-                # The panels of an edited set must divide evenly too
-                height, width = (
-                    max(1, round(size / step)) * step
-                    for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
-                )
-            height = height or args.height
-            width = width or args.width
-            check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_index))
-            self.inference_sizes.append((height, width))
-        self.training_sizes = [
-            training_size(*size, *layout, args.resolution_scale, multiple)
-            for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
-        ]
-        for row_index in filter(self._has_first_panel, range(len(self))):
-            remedy = "This is the set's first panel: raise `height`, `width` or `resolution_scale`, or change "
-            with self.add_row_to_errors(row_index, remedy + "`panel_generation`."):
-                for height, width in (self.inference_sizes[row_index], self.training_sizes[row_index]):
-                    family.check_image_size(height, width)
-        return self
+    def resolve_for_pipeline(self, pipeline, family: Family) -> "ResolvedRows":
+        """Compute sizes, source images and negative prompts for a pipeline, check them, and return the rows with them."""
+        return ResolvedRows(self, pipeline, family)
 
     def row(self, row_index: int) -> dict[str, Any]:
         """Return a row for rewards: with a layout, and with its source images and references decoded, in RGB."""
@@ -211,6 +167,59 @@ class PromptRows:
         values = self.dataset[name] if name in self.dataset.column_names else [None] * len(self.dataset)
         return [default if value is None else value for value in values]
 
+    def _has_first_panel(self, row_index: int) -> bool:
+        """Return whether the first image of a row is the source of its others."""
+        return self.is_anchored and len(self.prompt_indices[row_index]) > 1
+
+
+class ResolvedRows(PromptRows):
+    """
+    Rows as a pipeline generates them: `inference_sizes` and `training_sizes` are height and width of the images of each
+    row, `sources` and `negative_prompts` those that the pipeline takes.
+    """
+
+    def __init__(self, rows: PromptRows, pipeline, family: Family):
+        vars(self).update(vars(rows))
+        if self.sources is None and family.max_source_images > 1:
+            self.sources = self.references
+        self._check_source_images(pipeline, family)
+        args = self.args
+        multiple = family.size_multiple(pipeline)
+        for row_index, negative in enumerate(self.negative_prompts):
+            if negative is not None:
+                with self.add_row_to_errors(row_index):
+                    family.resolve_negative_prompt(pipeline, args.guidance_scale, negative)
+        if None in self.negative_prompts:
+            default = family.resolve_negative_prompt(pipeline, args.guidance_scale, args.negative_prompt)
+            self.negative_prompts = [default if text is None else text for text in self.negative_prompts]
+        self.inference_sizes = [self._inference_size(row_index, pipeline, family) for row_index in range(len(self))]
+        self.training_sizes = [
+            training_size(*size, *layout, args.resolution_scale, multiple)
+            for size, layout in zip(self.inference_sizes, self.image_layouts, strict=True)
+        ]
+        for row_index in filter(self._has_first_panel, range(len(self))):
+            remedy = "This is the set's first panel: raise `height`, `width` or `resolution_scale`, or change "
+            with self.add_row_to_errors(row_index, remedy + "`panel_generation`."):
+                for height, width in (self.inference_sizes[row_index], self.training_sizes[row_index]):
+                    family.check_image_size(height, width)
+
+    def _inference_size(self, row_index: int, pipeline, family: Family) -> tuple[int, int]:
+        """Return height and width of the images of a row, after a check."""
+        rows, cols = self.image_layouts[row_index]
+        height, width = self.requested_sizes[row_index]
+        multiple = family.size_multiple(pipeline)
+        if self.sources not in (None, self.references) and (height is None or width is None):
+            edited = family.edited_size(pipeline, self.sources.sizes(row_index), self.args.height * self.args.width)
+            # The panels of an edited set must divide evenly too
+            height, width = (
+                max(1, round(size / step)) * step
+                for size, step in zip(edited, (math.lcm(multiple, rows), math.lcm(multiple, cols)), strict=True)
+            )
+        height = height or self.args.height
+        width = width or self.args.width
+        check_inference_size(height, width, rows, cols, multiple, self._sized_row(row_index))
+        return height, width
+
     def _check_source_images(self, pipeline, family: Family) -> None:
         name = type(pipeline).__name__
         check_panel_generation(self.args.panel_generation, name, family)
@@ -238,10 +247,6 @@ class PromptRows:
             with self.add_row_to_errors(row_index, "Replace it, or leave the row out."):
                 for width, height in sizes:
                     family.check_image_size(height, width)
-
-    def _has_first_panel(self, row_index: int) -> bool:
-        """Return whether the first image of a row is the source of its others."""
-        return self.is_anchored and len(self.prompt_indices[row_index]) > 1
 
 
 def check_panel_generation(panel_generation: str, name: str, family: Family | type[Family]) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from ..data import join_grid
 from ..utils.tensors import to_device
 from .families import Family
-from .prompt_rows import PromptRows
+from .prompt_rows import ResolvedRows
 from .recording_pipeline import TransformerStep, split_step
 
 
@@ -158,7 +158,7 @@ class Round:
     All images of some rows, the same on every process.
 
     Args:
-        rows (`PromptRows`):
+        rows (`ResolvedRows`):
             Rows of the dataset.
         row_indices (`Sequence[int]`):
             Indices of the round's rows in the dataset, one for each group.
@@ -174,7 +174,7 @@ class Round:
 
     def __init__(
         self,
-        rows: PromptRows,
+        rows: ResolvedRows,
         row_indices: Sequence[int],
         num_generations: int,
         key: tuple[int, int, int],

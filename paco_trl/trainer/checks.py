@@ -19,7 +19,7 @@ from ..rewards.paco_reward import decision_token_ids
 from ..rewards.scoring import move_models_to_cpu
 from ..rewards.weighting import Rewards
 from ..rollout import Family
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import PromptRows, ResolvedRows
 from ..utils.fingerprint import describe_rows
 from ..utils.logs import get_logger
 from ..utils.vision_language import check_text, find_control_tokens, load_image, patch_size_of, pixel_limit
@@ -140,20 +140,20 @@ def check_panels_used(args: PaCoGRPOConfig, *rows: PromptRows) -> None:
 
 def check_prompts(
     args: PaCoGRPOConfig, pipeline: Any, family: Family, train_rows: PromptRows, eval_rows: Sequence[PromptRows]
-) -> None:
-    """Compute the sizes of all prompts, and check prompts and settings against the pipeline."""
-    for rows in (train_rows, *eval_rows):
-        rows.resolve_for_pipeline(pipeline, family)
-    if args.detach_unconditional and None in train_rows.negative_prompts:
+) -> ResolvedRows:
+    """Check prompts and settings against the pipeline; return the training prompts as resolved for it."""
+    resolved_rows, *_ = [rows.resolve_for_pipeline(pipeline, family) for rows in (train_rows, *eval_rows)]
+    if args.detach_unconditional and None in resolved_rows.negative_prompts:
         raise ValueError(
             f"`detach_unconditional` is for true CFG, but {type(pipeline).__name__} has none at `guidance_scale` "
             f"= {args.guidance_scale}. Unset it."
         )
-    _check_micro_batches(args, pipeline, family, train_rows)
-    _warn_of_tiles(pipeline.vae, train_rows, args.vae_tiling)
+    _check_micro_batches(args, pipeline, family, resolved_rows)
+    _warn_of_tiles(pipeline.vae, resolved_rows, args.vae_tiling)
+    return resolved_rows
 
 
-def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: PromptRows) -> None:
+def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: ResolvedRows) -> None:
     """Check that one call of the pipeline can generate a batch, also where it crosses prompts."""
     most = family.max_batch_size
     plan = args.round_plan
@@ -187,7 +187,7 @@ def _check_micro_batches(args: PaCoGRPOConfig, pipeline, family: Family, rows: P
     )
 
 
-def _warn_of_tiles(vae: Any, rows: PromptRows, is_tiled: bool) -> None:
+def _warn_of_tiles(vae: Any, rows: ResolvedRows, is_tiled: bool) -> None:
     """Warn if the rewards of training see the seams between the VAE's tiles."""
     # Smaller images are not tiled. Some VAEs have a size for each side
     size = getattr(vae, "tile_sample_min_size", math.inf)

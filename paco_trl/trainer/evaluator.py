@@ -31,7 +31,7 @@ from ..rewards.limits import check_evaluation_scores
 from ..rewards.scoring import RewardScorer
 from ..rollout.encoder import ROWS_AHEAD
 from ..rollout.policy import Policy
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import PromptRows, ResolvedRows
 from ..rollout.rounds import Batch, Round, Sample, pad_batches
 from ..rollout.sde import STREAMS
 from ..utils.files import write_atomically
@@ -126,14 +126,14 @@ class Evaluator:
         self._rows = list(rows)
         self._baselines: dict[str, Evaluation] = {}
 
-    def rows_of(self, dataset: Dataset) -> PromptRows:
-        """Read a dataset's rows, once for the trainer's own."""
+    def rows_of(self, dataset: Dataset) -> ResolvedRows:
+        """Return a dataset's rows for the pipeline, with the sizes of the current settings; read the trainer's once."""
         check_is_dataset(dataset, "eval_dataset")
         read = (rows for rows in self._rows if rows.original_dataset is dataset)
         rows = next(read, None) or PromptRows(dataset, self.args, "the evaluation dataset")
         return rows.resolve_for_pipeline(self.policy.pipeline, self.policy.family)
 
-    def compare(self, rows: PromptRows, name: str, trained: TrainedModel) -> Comparison:
+    def compare(self, rows: ResolvedRows, name: str, trained: TrainedModel) -> Comparison:
         """
         Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all
         ranks.
@@ -148,7 +148,7 @@ class Evaluator:
         with trained.with_average():
             return Comparison(self._evaluate(rows, "Evaluating", trained), before)
 
-    def _evaluate(self, rows: PromptRows, description: str, trained: TrainedModel) -> Evaluation:
+    def _evaluate(self, rows: ResolvedRows, description: str, trained: TrainedModel) -> Evaluation:
         """
         Generate and score all rows at their inference size. Collective: call on all ranks.
 
@@ -187,7 +187,7 @@ class Evaluator:
         thumbnails = dict(gather_object(pictures))
         return Evaluation(scores.rewards, total, all_artifacts, scores.extra, logged, thumbnails)
 
-    def _evaluation_round(self, rows: PromptRows) -> Round:
+    def _evaluation_round(self, rows: ResolvedRows) -> Round:
         """Plan an evaluation round with the same number of batches on every process (ZeRO-3)."""
         args = self.args
         family = self.policy.family
@@ -206,7 +206,7 @@ class Evaluator:
         eval_round.batches = [dealt[process::processes] for process in range(processes)]
         return eval_round
 
-    def ensure_baseline(self, rows: PromptRows, name: str, trained: TrainedModel) -> Evaluation | None:
+    def ensure_baseline(self, rows: ResolvedRows, name: str, trained: TrainedModel) -> Evaluation | None:
         """Return the evaluation of the untrained model, which is made once in a run; `None` if it is too late."""
         key = self.baseline_key(rows)
         if key in self._baselines:
@@ -224,7 +224,7 @@ class Evaluator:
         self._baselines[key] = baseline
         return baseline
 
-    def baseline_key(self, rows: PromptRows) -> str:
+    def baseline_key(self, rows: ResolvedRows) -> str:
         """Compute a digest of everything that a baseline depends on."""
         settings = [
             self.fingerprints, describe(self.policy.family), evaluation_settings(self.args),

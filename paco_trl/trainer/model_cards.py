@@ -17,7 +17,7 @@ from ..data.image_sets import PANEL_OPTIONS, SEPARATE
 from ..hub.card_data import EvaluationRow, LoRA, RewardRow
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import ResolvedRows
 from ..utils.fsdp import shards_weights
 from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
@@ -61,7 +61,7 @@ def describe_lora(model: nn.Module, continued_from: str | None = None, quantizat
 
 
 def image_settings(
-    args: PaCoGRPOConfig, rows: PromptRows, step: int, is_adapter: bool, use_ema: bool
+    args: PaCoGRPOConfig, rows: ResolvedRows, step: int, is_adapter: bool, use_ema: bool
 ) -> dict[str, Any]:
     """Return the settings that a run of `step` optimizer steps has used."""
     round_plan, saved_weights = args.round_plan, None
@@ -105,7 +105,7 @@ def loading_settings(args: PaCoGRPOConfig, is_adapter: bool) -> dict[str, Any]:
     return {"quantization": args.quantization, "offload": offload, "vae_tiling": args.vae_tiling}
 
 
-def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: PromptRows) -> dict[str, Any]:
+def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: ResolvedRows) -> dict[str, Any]:
     """Return the arguments with which a pipeline generates the first prompt as in an evaluation."""
     height, width = rows.inference_sizes[0]
     has_images = rows.sources is not None or rows.is_anchored

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..rollout import Family, SDESettings, TransformerStep
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import ResolvedRows
 from ..rollout.rounds import Batch, Round, Sample, pad_batches
 from ..rollout.sde import STREAMS
 from .paco_grpo_config import PaCoGRPOConfig
@@ -142,7 +142,7 @@ class TrainingRound(Round):
     """
 
     def __init__(
-        self, schedule: RoundSchedule, rows: PromptRows, index: int, process_index: int, global_step: int = 0
+        self, schedule: RoundSchedule, rows: ResolvedRows, index: int, process_index: int, global_step: int = 0
     ):
         seed, plan = schedule.args.seed, schedule.plan
         key = (seed, STREAMS["training"], index)

@@ -73,7 +73,7 @@ from ..rollout.loading import (
 )
 from ..rollout.policy import Policy, RecordingOptions
 from ..rollout.policy_building import build_recording_pipeline, check_trained
-from ..rollout.prompt_rows import PromptRows
+from ..rollout.prompt_rows import PromptRows, ResolvedRows
 from ..rollout.rounds import Batch
 from ..utils.deepspeed import partition
 from ..utils.differences import changes
@@ -174,18 +174,20 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             cast(Any, args.log_tame_threshold),
         )  # fmt: skip
         self.eval_rewards = self.rewards if eval_reward_funcs is None else Rewards(eval_reward_funcs)
-        self.train_rows = read_train_rows(train_dataset, args, self.rewards)
-        fit_round_to_dataset(args, self.train_rows)
+        train_rows = read_train_rows(train_dataset, args, self.rewards)
+        fit_round_to_dataset(args, train_rows)
         eval_rows = read_eval_rows(eval_dataset, args, self.eval_rewards)
-        check_panels_used(args, self.train_rows, *eval_rows)
-        warn_of_trained_rows(self.train_rows, eval_rows)
-        self.schedule = RoundSchedule(args, self.train_rows.images_per_row)
-        self._open_run(args, model, adapter, family)
+        check_panels_used(args, train_rows, *eval_rows)
+        warn_of_trained_rows(train_rows, eval_rows)
+        self.schedule = RoundSchedule(args, train_rows.images_per_row)
+        self._open_run(args, model, adapter, family, train_rows.dataset)
         reward_models = offload_models(args, self.rewards, self.eval_rewards)
 
         # 2. The frozen pipeline
         self.compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        self.pipeline, self.family = self._load_pipeline(model, args, adapter, family, eval_rows)
+        self.pipeline, self.family, self.train_rows = self._load_pipeline(
+            model, args, adapter, family, train_rows, eval_rows
+        )
         components = {
             name: component
             for name, component in sorted(self.pipeline.components.items())
@@ -259,8 +261,8 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _load_pipeline(
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, adapter: LoraConfig | SavedAdapter | None,
-        family: Family | None, eval_rows: list[PromptRows],
-    ) -> tuple[DiffusionPipeline, Family]:  # fmt: skip
+        family: Family | None, train_rows: PromptRows, eval_rows: list[PromptRows],
+    ) -> tuple[DiffusionPipeline, Family, ResolvedRows]:  # fmt: skip
         """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
         is_full = adapter is None
         is_deepspeed = args.deepspeed_plugin is not None
@@ -280,13 +282,13 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
             pipeline = load_without_weights(str(model), {"default": torch.float32}, encodes=False, **init)
         family = get_family(pipeline) if family is None else family
         self._check_family(family)
-        self._check_pipeline(pipeline, family, args, is_full, eval_rows)
+        resolved_rows = self._check_pipeline(pipeline, family, args, is_full, train_rows, eval_rows)
         if not has_weights:
             check_trained(pipeline, family, adapter)
             pipeline = load()
         if not isinstance(model, str) or any(isinstance(value, nn.Module) for value in init.values()):
             check_base_weights(pipeline, ["transformer"] if is_full else [])
-        return pipeline, family
+        return pipeline, family, resolved_rows
 
     def _check_family(self, family: Family) -> None:
         """Check that the family supports the method, before its weights are read."""
@@ -297,15 +299,17 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         family: Family,
         args: PaCoGRPOConfig,
         is_full: bool,
+        train_rows: PromptRows,
         eval_rows: list[PromptRows],
-    ) -> None:
-        """Check prompts and settings against the pipeline, which may have no weights yet."""
+    ) -> ResolvedRows:
+        """Check settings and prompts against the pipeline, which may have no weights yet; return the trained rows."""
         quantization = describe_quantization(pipeline.transformer)
         check_quantization(quantization, is_full, shards_weights(args), args.compile_repeated_blocks)
-        check_prompts(args, pipeline, family, self.train_rows, eval_rows)
+        resolved_rows = check_prompts(args, pipeline, family, train_rows, eval_rows)
         if args.attention_backend is not None:  # what a device lacks is known only where it runs
             queries = example_queries(pipeline.transformer, self.compute_dtype, args.device)
             check_attention_backend(args.attention_backend, queries)
+        return resolved_rows
 
     def _send_telemetry(self) -> None:
         """Send nothing: TRL's telemetry reads a model type that a diffusers config lacks."""
@@ -314,7 +318,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _open_run(
         self, args: PaCoGRPOConfig, model: str | DiffusionPipeline, adapter: LoraConfig | SavedAdapter | None,
-        family: Family | None,
+        family: Family | None, train_dataset: Dataset,
     ) -> None:  # fmt: skip
         """Identify the run, and check the output directory and the Hub, before a model is loaded."""
         self.base_model = base_model_name(model)
@@ -322,7 +326,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self.trained_from = base_model_name(saved.name) if saved else None
         loaded = pipeline_quantization(model) if isinstance(model, DiffusionPipeline) else None
         self._identity, self._settings = describe_run(
-            args, self.train_rows.dataset, saved.config if saved else adapter, family=describe(family),
+            args, train_dataset, saved.config if saved else adapter, family=describe(family),
             reference=reference_setting(args, saved), rewards=self.rewards.descriptions,
             eval_rewards=None if self.eval_rewards is self.rewards else self.eval_rewards.descriptions,
         )  # fmt: skip

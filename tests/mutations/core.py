@@ -329,7 +329,7 @@ MUTANTS = [
     (T + "round_schedule.py", "is_counted = is_trained[completion.index] and", "is_counted =", SETS + "::test_none_for_a_panel_leaves_out_the_set"),
     (T + "round_schedule.py", "if spare > self.plan.num_prompts / 4:", "if spare > self.plan.num_prompts:", SETS + "::test_what_is_generated_in_vain_is_told"),
     (T + "checks.py", "not any(r.has_separate for r in rows)", "False", SETS + " -k test_refused"),
-    (T + "round_trainer.py", "check_panels_used(args, self.train_rows, *eval_rows)", "check_panels_used(args, self.train_rows)", SETS + " -k only_ones"),
+    (T + "round_trainer.py", "check_panels_used(args, train_rows, *eval_rows)", "check_panels_used(args, train_rows)", SETS + " -k only_ones"),
     ("paco_trl/generation/grids.py", "batch_size = min(batch_size, len(seeds))  # the", "pass  # the", "tests/test_generate_grids.py -k references_are"),
     ("paco_trl/generation/edits.py", "sources.max_count + is_anchored >", "sources.max_count >", "tests/test_generate_grids.py -k references_are"),
     (T + "model_cards.py", "SEPARATE if is_separate else args.set_layout", "args.set_layout", SETS + "::TestCard"),
