@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a transformer: read those that are saved, check their configs, and put them on it."""
+"""Adapters of a transformer: read saved ones, check their configs, and put them on the transformer."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ from .lora_files import convert_lora
 
 
 _DEFAULTS = LoraConfig()
-# What a saved config has of its adapter's training, and what only mattered until the adapter had weights
+# Fields of a saved config that only its adapter's training used, and fields that only its initialization used
 _TRAINING_FIELDS = (
     "inference_mode", "task_type", "lora_dropout", "fan_in_fan_out", "qalora_group_size", "ensure_weight_tying",
 )  # fmt: skip
@@ -33,7 +33,8 @@ _INITIALIZATION_FIELDS = ("init_lora_weights", "eva_config")
 # Initial weights that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them
 _WITHOUT_DATA = (True, False, "gaussian", "orthogonal")
 _KEEP_BASE = (*_WITHOUT_DATA, "eva", "mica")
-# Settings of adapters with two matrices and a scale for each layer. PEFT's others are for variants, such as DoRA.
+# Settings of adapters with two matrices and a scale for each layer. Other settings of PEFT are for variants, such as
+# DoRA.
 _PLAIN_LORA = vars(PeftConfig()).keys() | {
     *("r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "init_lora_weights", "use_rslora"),
     *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "runtime_config"),
@@ -76,8 +77,8 @@ def read_peft_config(
     model_init_kwargs: dict | None = None,
 ) -> LoraConfig | SavedAdapter:
     """
-    Read an adapter that is named; return it without TRL's defaults and what only an earlier training used. Refuse one
-    that cannot be trained or saved, or is of another model.
+    Read an adapter that is named, and return it without TRL's defaults and without settings that only an earlier
+    training used. Refuse an adapter that cannot be trained or saved, or that was trained on another model.
     """
     if isinstance(peft_config, str | os.PathLike):
         name = os.fspath(peft_config)
@@ -86,9 +87,10 @@ def read_peft_config(
         peft_config = SavedAdapter.read(name, model, **hub_arguments(model_init_kwargs or {}))
     saved = peft_config if isinstance(peft_config, SavedAdapter) else None
     config: Any = peft_config if saved is None else saved.config
-    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:  # AdaLoraConfig is one too
+    # AdaLoraConfig is a subclass of LoraConfig
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise TypeError(f"`peft_config` is a {type(config).__name__}; it must be a `peft.LoraConfig`.")
-    # TRL's defaults, which cannot be left out, and a saved adapter's config (`LoraConfig.from_pretrained`)
+    # A config from TRL always has TRL's defaults. That of a saved adapter may come from `LoraConfig.from_pretrained`.
     is_trl = config.task_type == ModelConfig.lora_task_type
     is_trl &= config.lora_dropout in (ModelConfig.lora_dropout, 0)
     if is_trl or saved is not None or config.inference_mode:
@@ -103,7 +105,7 @@ def read_peft_config(
 
 
 def _without_training(config: LoraConfig, has_weights: bool) -> LoraConfig:
-    """Return a config without what an earlier training used; warn of what another kind of model was trained with."""
+    """Return a config without settings of an earlier training; warn of settings that are not for image models."""
     cleared = copy.deepcopy(config)
     _forget_training(cleared, has_weights)
     names = [name for name in ("task_type", "lora_dropout") if getattr(config, name)]
@@ -150,7 +152,7 @@ def _check_plain(config: LoraConfig, saved: SavedAdapter | None) -> None:
 
 
 def check_lora_start(peft_config: LoraConfig) -> None:
-    """Refuse a scale of 0, with which no weight has a gradient, and initial weights that change the base's."""
+    """Refuse a scale of 0, because no weight would have a gradient, and starts that change the base weights."""
     if peft_config.lora_alpha == 0:
         raise ValueError("`lora_alpha` is 0: nothing is trained. Use 2 * r (paper).")
     if peft_config.init_lora_weights not in _WITHOUT_DATA:
@@ -161,9 +163,10 @@ def check_lora_start(peft_config: LoraConfig) -> None:
 
 
 def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
-    """Refuse names in `target_modules` that no layer has: PEFT trains the others, without a word."""
+    """Refuse names in `target_modules` that no layer has: PEFT would train the other layers without a warning."""
     targets = peft_config.target_modules
-    if targets is None or isinstance(targets, str):  # a pattern, which PEFT refuses if nothing matches
+    # A text is a pattern, and PEFT refuses a pattern that matches nothing
+    if targets is None or isinstance(targets, str):
         return
     paths = [name.split(".") for name, _ in model.named_modules()]
     for target in sorted(map(str, targets)):
@@ -180,7 +183,7 @@ def check_target_modules(peft_config: LoraConfig, model: nn.Module) -> None:
 
 
 def exclude_layers(config: LoraConfig, layers: Sequence[str]) -> None:
-    """Exclude layers in an adapter's config, which is saved with it. PEFT warns of names that match nothing."""
+    """Exclude layers in the config that an adapter is saved with. PEFT warns of names that match nothing."""
     is_all = config.target_modules == "all-linear"
     layers = [name for name in layers if is_all or check_target_module_exists(config, name)]
     if layers and isinstance(config.exclude_modules, str):
@@ -196,7 +199,7 @@ def load_transformer_adapter(
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> PeftModel:
-    """Put a saved adapter on a transformer, in place, except on `unused_layers`; refuse one that does not fit."""
+    """Put a saved adapter on a transformer, in place, except on `unused_layers`. Refuse it if it does not fit."""
     misfit = f"The adapter '{adapter.name}' does not fit {type(transformer).__name__}"
     config = copy.deepcopy(adapter.config)
     exclude_layers(config, unused_layers)
@@ -209,7 +212,7 @@ def load_transformer_adapter(
         set_peft_model_state_dict(model, adapter.weights)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of many kinds: PEFT trusts a config
+    except Exception as error:  # PEFT trusts a config, so that any error may occur
         reason = f"{type(error).__name__}: {error}"[:400]
         raise ValueError(f"{misfit}: {reason}") from error
     # PEFT drops weights without a layer, and initializes layers without weights

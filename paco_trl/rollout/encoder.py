@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Encode prompts and source images, each distinct one once and ahead of the rounds that need it.
+Encode prompts and source images. Each distinct one is encoded once, ahead of the rounds that need it.
 
 Text encoders and transformer take turns on the accelerator.
 """
@@ -41,9 +41,10 @@ from .rounds import Round
 
 logger = get_logger(__name__)
 
-# Rows that are encoded at a time where there are no rounds: 1 GiB for FLUX.1
+# Rows that are encoded at a time outside of training: 1 GiB of embeddings for FLUX.1
 ROWS_AHEAD = 256
-_SHOWN_ROWS = 8  # prompts that a message names
+# Prompts that a message names
+_SHOWN_ROWS = 8
 
 # Cache key: a prompt, or a source image as (digest, scale)
 Condition = PromptKey | tuple[str, float]
@@ -69,7 +70,8 @@ class PromptEmbeddings:
 class PromptEncoder:
     """Encode prompts and source images for this process. Keep them while needed, with `folder` also in files."""
 
-    # A FLUX.1-dev prompt takes 4 MB in bf16. Prompts are encoded one at a time: none depends on its neighbors
+    # An encoded prompt of FLUX.1-dev takes 4 MB in bf16. Prompts are encoded one at a time, so that none depends on
+    # its neighbors
 
     def __init__(
         self,
@@ -82,14 +84,13 @@ class PromptEncoder:
         self.family = family
         self.accelerator = accelerator
         self._folder: Any = None if folder is None else Path(folder).expanduser() / _models_digest(pipeline, family)
-        # Whether bars are hidden; `None` hides them without a terminal
+        # Whether progress bars are hidden; tqdm hides them without a terminal if this is `None`
         self._is_hidden = not accelerator.is_main_process or None
         self._encoded: dict[Condition, dict[str, torch.Tensor]] = {}
         self._reported: set[str] = set()  # kinds of truncation
-        # By dataset, since rows of an evaluation are resolved again each time
+        # The embeddings that rows need. The key is their dataset, because each evaluation resolves its rows again.
         self._needed: WeakKeyDictionary[Dataset, set[Condition]] = WeakKeyDictionary()
-        # Layers of the transformer, which leave the accelerator to text encoders; DeepSpeed and FSDP place theirs
-        # themselves
+        # Layers of the transformer that make room for the text encoders. DeepSpeed and FSDP place layers themselves.
         self._frozen = [] if is_sharded(accelerator) else _frozen_layers(pipeline.transformer)
         self._frozen_memory = cpu_memory(self._frozen)
 
@@ -114,8 +115,8 @@ class PromptEncoder:
         new = {key: where for key, where in needed.items() if key not in self._encoded and not self._read(key)}
         images = {key: where for key, where in new.items() if not isinstance(key, PromptKey)}
         prompts = {key: row_index for key, (row_index, _) in new.items() if isinstance(key, PromptKey)}
-        with torch.autocast(self.accelerator.device.type, enabled=False):  # as the pipeline does
-            if images:  # before prompts: damaged files are found
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # the pipeline encodes without autocast
+            if images:  # before prompts, because damaged image files are found early
                 self._encode_images(rows, images)
             if prompts:
                 self._encode_prompts(rows, prompts)
@@ -123,7 +124,7 @@ class PromptEncoder:
     def encode(
         self, rollout_round: Round, row_indices: Sequence[int], scale: float = 1.0, ahead: Iterable[int] = ()
     ) -> "EncodedRows":
-        """Return encoded rows of a round, with embeddings on the CPU; encode those `ahead` at the same time."""
+        """Return encoded rows of a round, with embeddings on the CPU; encode the rows `ahead` at the same time."""
         rows = rollout_round.rows
         self.prefetch(rows, row_indices, scale, ahead)
         keys = {
@@ -152,7 +153,7 @@ class PromptEncoder:
     def _keys(
         self, rows: ResolvedRows, prompt_index: int, scale: float
     ) -> tuple[list[PromptKey], list[tuple[str, float]]]:
-        """Return the keys of the texts, with true CFG also of the negative prompt, and of the source images."""
+        """Return the keys of the prompt and, with true CFG, the negative prompt, and the keys of the source images."""
         row_index, prompt = rows.image_prompts[prompt_index]
         digests = () if rows.sources is None else rows.sources.digests(row_index)
         seen = (digests, scale) if self.family.prompt_sees_images and rows.sources is not None else ()
@@ -177,10 +178,10 @@ class PromptEncoder:
         return self._folder / f"{digest(repr(key))[:32]}.safetensors"
 
     def _read(self, key: Condition) -> bool:
-        """Read a file of an earlier run or another process, if it is complete; return whether the key is there now."""
+        """Read a complete file of an earlier run or of another process; return whether the key is encoded now."""
         with suppress(OSError, SafetensorError):
             if self._folder is not None:
-                self._encoded[key] = load_file(self._file(key))  # mapped, which takes no memory
+                self._encoded[key] = load_file(self._file(key))  # the file is mapped, and takes no memory
         return key in self._encoded
 
     def _keep(self, key: Condition, tensors: dict[str, torch.Tensor]) -> None:
@@ -206,7 +207,7 @@ class PromptEncoder:
         for message, count in truncations.items():
             # `_warn_of_truncated` has named the prompts that T5 truncates
             if message not in self._reported and not (is_named and "`max_sequence_length`" in message):
-                # Two encoders of a pipeline say the same
+                # Two encoders of a pipeline warn of the same prompt, so a count may be twice the number of prompts
                 logger.warning(f"For {min(count, len(new))} of {len(new)} prompts: {message}.")
         self._reported |= truncations.keys()
 
@@ -231,13 +232,13 @@ class PromptEncoder:
     def encode_image(self, image: Image.Image) -> EncodedImage:
         """Encode a prepared source image, with the VAE on the accelerator."""
         vae, device = self.pipeline.vae, self.accelerator.device
-        with _untiled(vae), torch.autocast(device.type, enabled=False):  # as the pipeline does
+        with _untiled(vae), torch.autocast(device.type, enabled=False):  # the pipeline encodes without autocast
             pixels = self.family.image_pixels(self.pipeline, image).to(device, vae.dtype)
             return EncodedImage(image, vae.encode(pixels).latent_dist.mode().float())
 
     @contextmanager
     def _text_encoders_placed(self) -> Iterator[None]:
-        """Put the text encoders in the place of the transformer's frozen layers, if those are on the accelerator."""
+        """Put the text encoders on the accelerator, and the frozen layers of the transformer on the CPU meanwhile."""
         names, device = self.family.text_encoders, self.accelerator.device
         encoders = [module for name in names if (module := getattr(self.pipeline, name)) is not None]
         leaving = [layer for layer in self._frozen if next(layer.parameters()).device.type == device.type != "cpu"]
@@ -271,7 +272,7 @@ def describe_truncated(pipeline, family: Family, prompts: Sequence[tuple[str, st
 
 
 def _frozen_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model whose weights are not trained, without those that hold other layers."""
+    """Return the layers of a model that hold no other layers, and whose weights are all frozen."""
     layers = [layer for layer in model.modules() if not [*layer.children()] and [*layer.parameters()]]
     return [layer for layer in layers if not any(weight.requires_grad for weight in layer.parameters())]
 
@@ -292,7 +293,7 @@ def _models_digest(pipeline, family: Family) -> str:
 
 @contextmanager
 def _untiled(vae):
-    """Switch off `vae_tiling`, which is for generated images: a pipeline encodes source images without it."""
+    """Switch off `vae_tiling`: it is for generated images, and a pipeline encodes source images without it."""
     is_tiled = getattr(vae, "use_tiling", False)
     if is_tiled:
         vae.disable_tiling()
@@ -305,7 +306,7 @@ def _untiled(vae):
 
 @dataclass
 class EncodedRows:
-    """Embeddings by prompt index, and a function that returns the prepared source images of a prompt (cached)."""
+    """Embeddings by prompt index, and a cached function that returns the prepared source images of a prompt."""
 
     embeddings: dict[int, PromptEmbeddings]
     source_images: Callable[[int], list[Image.Image]]

@@ -11,7 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> None:
-    """Refuse a backend that diffusers does not have, that lacks a package, or cannot be trained with `queries`."""
+    """
+    Refuse a backend that diffusers does not have, that lacks a package, or that cannot be trained with `queries`
+    `(B, L, heads, D)`, on the device and in the dtype of training.
+    """
     names = [backend.value for backend in attention_dispatch.AttentionBackendName if "sage" not in backend.value]
     if name not in names:
         raise ValueError(
@@ -19,7 +22,7 @@ def check_attention_backend(name: str, queries: torch.Tensor | None = None) -> N
         )
     try:
         with attention_dispatch.attention_backend(name):
-            if queries is not None:  # (B, L, heads, D), on the device and in the dtype of training
+            if queries is not None:
                 attention_dispatch.dispatch_attention_fn(queries, queries, queries).sum().backward()
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"`attention_backend` is {name!r}, which cannot be used here: {error}") from error
@@ -39,11 +42,12 @@ _SDPA_KERNELS = {
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
     "_native_math": SDPBackend.MATH,
 }
-_preferred_kernel = ExitStack()  # setting of this process
+# The preference that this process has set
+_preferred_kernel = ExitStack()
 
 
 def _prefer_kernel(kernel: SDPBackend | None) -> None:
-    """Prefer a kernel of PyTorch's attention in this process, until another is set; `MATH` is then the only one."""
+    """Prefer a kernel of PyTorch's attention in this process until another one is set. `MATH` excludes the others."""
     # diffusers enables a kernel alone, for the whole process, during each call of attention. A reward that computes on
     # another thread then finds no kernel for its dtype or mask.
     _preferred_kernel.close()
@@ -53,7 +57,7 @@ def _prefer_kernel(kernel: SDPBackend | None) -> None:
 
 
 def round_like_eager(transformer: nn.Module) -> None:
-    """Let the compiled blocks of a transformer round to bf16 where eager ones do, by a setting of this process."""
+    """Let the compiled blocks of a transformer round to bf16 where eager blocks do, by a setting of this process."""
     if any(module._compiled_call_impl is not None for module in transformer.modules()):
         from torch._inductor import config as inductor
 
@@ -77,11 +81,11 @@ def set_kernels(transformer: Any, attention_backend: str | None, compile_blocks:
     if attention_backend is not None:
         # No effect on Stable Diffusion 3, nor on Qwen-Image-2.1 without its cache, as it is trained
         name = "native" if attention_backend in _SDPA_KERNELS else attention_backend
-        with attention_dispatch.attention_backend(name):  # restores the default of other models
+        with attention_dispatch.attention_backend(name):  # on exit, other models have their default again
             transformer.set_attention_backend(name)
     if compile_blocks:
         # diffusers 0.42 names the blocks of Stable Diffusion 3 only here
         transformer._repeated_blocks = transformer._repeated_blocks or transformer._no_split_modules
-        # Kernels of an image must not depend on the shapes before it, and torch compiles only 8 by default
+        # The kernels of an image must not depend on earlier shapes, and torch compiles only 8 shapes by default
         torch.compiler.config.recompile_limit = 256
         transformer.compile_repeated_blocks(dynamic=False)

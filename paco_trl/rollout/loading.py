@@ -39,7 +39,7 @@ def load_pipeline(
     family: Family | None = None,
     **model_init_kwargs,
 ) -> DiffusionPipeline:
-    """Load (or cast) and freeze a pipeline. Weights that are trained need float32: bf16 would lose small updates."""
+    """Load (or cast) and freeze a pipeline. Trained weights need float32: bf16 would lose small updates."""
     if quantization is not None and (not isinstance(model, str) or "quantization_config" in model_init_kwargs):
         raise ValueError(
             f"`quantization` is {quantization!r}, but the pipeline is loaded, or `model_init_kwargs` has a "
@@ -51,14 +51,14 @@ def load_pipeline(
         options = {"dtype": dtypes, "use_safetensors": True}
         if (config := pipeline_quantization_config(quantization, dtype, index)) is not None:
             options["quantization_config"] = config
-        # An active ZeRO-3 config would partition the text encoders too, which no engine gathers
+        # An active ZeRO-3 config would also partition the text encoders, and no engine would gather them
         with without_zero3_init():
             pipeline = DiffusionPipeline.from_pretrained(
                 model, trust_remote_code=trust_remote_code, **options | model_init_kwargs
             )
     else:
         pipeline = model
-        if isinstance(pipeline.name_or_path, Path):  # names in JSON and on cards are strings
+        if isinstance(pipeline.name_or_path, Path):  # JSON and cards need a string
             pipeline.register_to_config(_name_or_path=str(pipeline.name_or_path))
     _undo_compilation(pipeline)
     _check_transformer(pipeline)
@@ -106,13 +106,14 @@ def _freeze(pipeline: DiffusionPipeline, dtypes: dict[str, torch.dtype]) -> None
 
 def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ()) -> None:
     """
-    Refuse a pipeline that has other weights than the model that it is named after, as after `fuse_lora`: its adapter
-    would name that model as its base. Beginnings of weights are compared, where the model's files are on this machine.
+    Refuse a pipeline that has other weights than the model that it is named after, for example after `fuse_lora`: its
+    adapter would name that model as its base. Only the beginnings of weights are compared, and only if the model's
+    files are on this machine.
     """
     name = pipeline.name_or_path
     folder = name if name and os.path.isdir(name) else None
     if name and folder is None:
-        with suppress(OSError, ValueError):  # not in the cache, or no name of the Hub
+        with suppress(OSError, ValueError):  # the model is not in the cache, or its name is no name of the Hub
             folder = snapshot_download(name, local_files_only=True)
     for component, module in pipeline.components.items():
         if (
@@ -132,7 +133,7 @@ def check_base_weights(pipeline: DiffusionPipeline, skipped: Sequence[str] = ())
 
 
 def _find_difference(weights: dict[str, torch.Tensor], path: Path) -> str | None:
-    """Return the name of a weight that begins with other values than in a file, if there is one."""
+    """Return the name of a weight that begins with other values than in the file, or `None`."""
     with safe_open(path, "pt") as file:
         for key in weights.keys() & {*file.keys()}:
             weight = weights[key].detach()
@@ -140,7 +141,7 @@ def _find_difference(weights: dict[str, torch.Tensor], path: Path) -> str | None
             if list(weight.shape) != (shape := stored.get_shape()) or not shape:
                 continue
             rows = max(1, 1024 // max(1, weight[0].numel()))
-            # As far as it was rounded from, or by way of, a smaller dtype
+            # A weight may have been rounded to a smaller dtype before
             if not torch.allclose(weight[:rows].float().cpu(), stored[:rows].float(), 2**-6, 1e-6):
                 return key
     return None
@@ -158,7 +159,7 @@ def pipeline_quantization(pipeline: DiffusionPipeline) -> str | None:
 def with_quantization(
     model_init_kwargs: dict[str, Any] | None, config: Any, model: "str | DiffusionPipeline"
 ) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` with a quantization: of the pipeline, or of its transformer alone."""
+    """Return the arguments of `from_pretrained` with a quantization of the pipeline, or of its transformer alone."""
     if not isinstance(model, str):
         raise ValueError(
             "`quantization_config` is for a model that is loaded by its name. Quantize the pipeline when you load it, "
@@ -174,7 +175,8 @@ def with_quantization(
 
 def quantization_text(config: PipelineQuantizationConfig) -> str:
     """Return the settings of a quantization as text."""
-    return str({name: value for name, value in vars(config).items() if name != "config_mapping"})  # filled by loading
+    # Loading fills `config_mapping`
+    return str({name: value for name, value in vars(config).items() if name != "config_mapping"})
 
 
 def read_index(model: str, model_init_kwargs: dict) -> dict:
@@ -208,7 +210,8 @@ def read_index(model: str, model_init_kwargs: dict) -> dict:
             ) from error
         if isinstance(reason, LocalEntryNotFoundError):  # diffusers says that the repository lacks the file
             cause = reason.__cause__
-            if isinstance(cause, OfflineModeIsEnabled):  # which the doctor sets where there is no connection
+            # The doctor enables the offline mode if there is no connection
+            if isinstance(cause, OfflineModeIsEnabled):
                 cause = "`HF_HUB_OFFLINE` is set" if os.environ.get("HF_HUB_OFFLINE") else "no connection"
             raise ConnectionError(
                 f"The Hub cannot be reached for the model {model} ({cause}), which is not in the cache. Pass a "
@@ -228,7 +231,8 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
     config = read_index(model, model_init_kwargs)
     name = config["_class_name"]
     if family is None:
-        get_family(name if isinstance(name, str) else name[-1])  # of code in the repository: the module and the class
+        # A class from code in the repository is named by its module and its own name
+        get_family(name if isinstance(name, str) else name[-1])
     _, scheduler = config.get("scheduler") or (None, None)
     scheduler_class = getattr(diffusers, scheduler or "", None)  # None for code in the repository
     if scheduler_class is not None:
@@ -239,7 +243,7 @@ def check_config(model: str, model_init_kwargs: dict, family: Family | None = No
 def load_without_weights(
     model: str, dtypes: dict[str, torch.dtype], encodes: bool = True, **model_init_kwargs: Any
 ) -> DiffusionPipeline:
-    """Load a pipeline whose models are built from their configs, on the meta device; `encodes`: with text encoders."""
+    """Build a pipeline's models from their configs, on the meta device, the text encoders only if it `encodes`."""
     parts: dict[str, Any] = {}
     hub_kwargs = hub_arguments(model_init_kwargs)
     for name, entry in read_index(model, model_init_kwargs).items():
@@ -251,21 +255,23 @@ def load_without_weights(
         kind = getattr(import_module(entry[0]), entry[1])
         if issubclass(kind, nn.Module):
             part = _build_from_config(kind, model, subfolder=name, **hub_kwargs)
-            nn.Module.to(part, dtypes.get(name, dtypes["default"]))  # that of diffusers warns of lists that are empty
+            # The `to` of diffusers warns of empty lists
+            nn.Module.to(part, dtypes.get(name, dtypes["default"]))
             parts[name] = part.requires_grad_(False).eval()
     return DiffusionPipeline.from_pretrained(model, **parts, **hub_kwargs)
 
 
 def _build_from_config(kind: Any, model: str, **hub_kwargs: Any) -> nn.Module:
     """Build a model of diffusers or transformers from its config, on the meta device."""
-    if hasattr(kind, "load_config"):  # of diffusers
+    if hasattr(kind, "load_config"):  # a class of diffusers
         config = kind.load_config(model, **hub_kwargs)
         with init_empty_weights():
             return kind.from_config(config)
     config = kind.config_class.from_pretrained(model, **hub_kwargs)
     with init_empty_weights():
         part = kind(config)
-    part.tie_weights()  # in the context each would be a weight of its own
+    # Within the context, tied weights would become separate ones
+    part.tie_weights()
     return part
 
 
@@ -284,6 +290,6 @@ def base_model_name(model: "str | DiffusionPipeline") -> str:
 
 
 def warn_on_first_process(message: str) -> None:
-    """Warn on the first process of a run, whose processes may not know one another yet."""
+    """Warn on the first process of a run; the processes may not know one another yet."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning(message)

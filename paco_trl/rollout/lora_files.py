@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 # Weights that a plain LoRA has, by the names of diffusers, PEFT, kohya and DiffSynth
 _PLAIN_WEIGHT = re.compile(r"\.(?:alpha|(?:lora_[AB]|(?:lora_)?(?:down|up))(?:\.default)?\.weight)$")
 _MATRIX_WEIGHT = re.compile(r"(.+\.)(?:(lora_A|(?:lora_)?down)|lora_B|(?:lora_)?up)(?:\.default)?\.weight")
-# Weights that are refused, by their names, and what they are
+# Patterns of the names of weights that are refused, and how a message describes such names
 _REFUSED_WEIGHTS = {
     r"^(?:lora_te|text_encoder|te\d?\.)": "train a text encoder. Train the LoRA without them, or merge it into its "
     "model and train a new adapter on that.",
@@ -30,7 +30,7 @@ _REFUSED_WEIGHTS = {
     rf"^(?!.*{_PLAIN_WEIGHT.pattern})": "are not those of a plain LoRA, but of DoRA or LoKr, say. Train the LoRA "
     "without them, or merge it into its model and train a new adapter on that.",
 }
-# What changes a plain LoRA's output, of the settings of its training that diffusers saves with it
+# diffusers saves the settings of a LoRA's training with it. These change the output of a plain LoRA.
 _SCALE_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
@@ -41,7 +41,7 @@ def convert_lora(
     try:
         with safe_open(file, "pt") as opened:
             saved = dict(json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}")))
-            # Converters multiply weights by alpha / rank: in float32, or those of half precision would be rounded
+            # Converters multiply weights by alpha / rank. They do so in float32, because half precision would round.
             raw = {name: opened.get_tensor(name).float() for name in opened.keys()}
     except (SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"The adapter '{file}' cannot be read: {error}") from error
@@ -60,7 +60,7 @@ def convert_lora(
         )
     if isinstance(model, str):
         name = DiffusionPipeline.load_config(model, **hub_arguments)["_class_name"]
-        # Of code in the repository: the module and the class
+        # A class from code in the repository is named by its module and its own name
         kind = getattr(diffusers, name if isinstance(name, str) else name[-1], None)
     else:
         kind = type(model)
@@ -68,11 +68,11 @@ def convert_lora(
     read = getattr(kind, "lora_state_dict", SD3LoraLoaderMixin.lora_state_dict)
     try:
         result = read(raw.copy(), return_alphas=True)
-    except Exception as error:  # of many kinds: converters expect the names that they know
+    except Exception as error:  # converters expect the names that they know, so that any error may occur
         raise ValueError(f"{_misfit(file, kind)}: {error}") from error
     converted, alphas = result if isinstance(result, tuple) else (result, None)
     unexpected = [name for name in converted if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", name)]
-    # Converters split matrices and drop what they do not know: the rows of all of them tell
+    # Converters split matrices, and drop what they do not know: compare the numbers of rows before and after
     ups = [weight for name, weight in converted.items() if name.endswith(".lora_B.weight")]
     rows = [sum(map(len, matrices)) for matrices in ((pair[False] for pair in pairs.values()), ups)]
     if unexpected or not converted or rows[0] != rows[1]:
@@ -87,7 +87,7 @@ def convert_lora(
         settings = {
             "r": r,
             "lora_alpha": alpha,
-            # PEFT takes a name for the end of others unless it is anchored
+            # Without an anchor, PEFT also applies a name to layers whose names end with it
             "rank_pattern": {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != r},
             "alpha_pattern": {f"^{re.escape(name)}": scale for name, scale in scales.items() if scale != alpha},
         }

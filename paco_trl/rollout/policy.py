@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-The policy: the pipeline on this process's accelerator, which generates the batches of a round and computes the
+The policy: the pipeline on this process's accelerator. It generates the batches of a round, and computes the
 log-probabilities of their steps again.
 
-It decides where VAE, weights and text encoders are.
+The policy decides where VAE, weights and text encoders are.
 """
 
 import itertools
@@ -86,8 +86,8 @@ class Policy:
         """
         Put VAE and weights on the accelerator, and enable autocast.
 
-        Pass the `engine` of ZeRO-3 or FSDP2 to gather the weights that it has sharded. DeepSpeed and FSDP place the
-        others themselves.
+        Pass the `engine` of ZeRO-3 or FSDP2 to gather the weights that it has sharded. DeepSpeed and FSDP place all
+        other weights themselves.
         """
         if not is_sharded(self.accelerator):
             self.model.to(self.accelerator.device)
@@ -118,16 +118,16 @@ class Policy:
             rollout_round ([`Round`]):
                 The round.
             batches (`list[Batch]`):
-                Its batches of this process, which get their recorded steps.
+                Batches of this process. Each gets its recorded steps.
             num_inference_steps (`int`):
                 Denoising steps.
             encoded ([`EncodedRows`], *optional*):
-                Embeddings of all rows, which stay on the accelerator for the whole rollout. If `None`, each batch's
-                rows are encoded just before it, together with the next ones.
+                Embeddings of all rows. They stay on the accelerator for the whole rollout. If `None`, each batch's
+                rows are encoded just before it is generated, together with the following rows.
             progress (`str`, *optional*):
                 Description of the progress bar, if there is one.
             is_collective (`bool`):
-                Whether all processes call this; the images of a set may then be of several.
+                Whether all processes call this. Several processes may then generate the images of one set.
             recording ([`RecordingOptions`]):
                 Steps to record of each batch.
         """
@@ -162,7 +162,8 @@ class Policy:
         """
         Return a batch's images, and record its steps, within [`~Policy.on_device`].
 
-        `anchors` are the first images of sets by completion, from which the other images are generated.
+        `anchors` has the first image of each set by the index of its completion. The other images of the set are
+        generated from it.
         """
         samples = batch.samples
         inputs = self.inputs(encoded, [sample.prompt_index for sample in samples])
@@ -182,7 +183,7 @@ class Policy:
         return images
 
     def inputs(self, encoded: EncodedRows, prompt_indices: list[int]) -> BatchInputs:
-        """Collect the inputs of a batch: embeddings of its prompts, and sources of the first, which all share."""
+        """Collect the inputs of a batch: embeddings of its prompts, and the source images that all of them share."""
         device = self.accelerator.device
         embeddings = [encoded.embeddings[prompt_index] for prompt_index in prompt_indices]
         arguments = [prompt.arguments_on("cpu" if self.offload_embeddings else device) for prompt in embeddings]
@@ -208,8 +209,9 @@ def compute_log_prob(
     velocity: torch.Tensor, record: RecordedStep, sde: SDESettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Compute the log-probability of a recorded step, with the velocity `(B, ...)` that [`predict`] gives in it and the
-    `sde` of the rollout.
+    Compute the log-probability of a recorded step.
+
+    Pass the velocity `(B, ...)` that [`predict`] computes for the step, and the `sde` of the rollout.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: log-probability `(B,)` of the recorded sample, mean
@@ -229,7 +231,7 @@ def predict(
     detach_unconditional: bool = False,
 ) -> torch.Tensor:
     """
-    Compute the velocity `(B, ...)` that a model predicts in the calls of one step: one forward for each call.
+    Compute the velocity `(B, ...)` that a model predicts for one step, with one forward pass for each of its calls.
 
     Pass the `guidance_scale` of the rollout. With `detach_unconditional` no gradient flows through the unconditional
     prediction of true CFG; if that is a separate call, it keeps nothing for the backward pass.
@@ -252,20 +254,24 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return embeddings, which may be stored in bfloat16, as the pipeline gets them; it keeps the dtype of latents."""
+    """
+    Cast embeddings to float32: they may be stored in bfloat16, but the pipeline creates latents in their dtype.
+
+    Integers and tensors of fewer than two dimensions, such as times, stay as they are.
+    """
     if not tensor.is_floating_point() or tensor.ndim < 2:
         return tensor
-    if tensor.stride(0) == 0:  # images of a prompt share one copy
+    if tensor.stride(0) == 0:  # the images of a prompt share one copy
         return tensor[:1].float().expand_as(tensor)
     return tensor.float()
 
 
 def check_call_at(record: RecordedStep, family: Family) -> None:
     """
-    Check that the family's `call_at` makes the recorded calls again of the recorded sample and time.
+    Check that the family's `call_at` returns the recorded calls for the recorded sample and time.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: It returns other calls.
     """
     recorded = torch.full((len(record.sample),), record.sigma, device=record.sample.device)  # (B,)
     compared = []
@@ -274,7 +280,8 @@ def check_call_at(record: RecordedStep, family: Family) -> None:
         for name in sorted(call.keys() | again.keys()):
             compared += [(name, flag) for flag in _sameness(call.get(name), again.get(name))]
     on_device = [flag for _, flag in compared if torch.is_tensor(flag)]
-    values = iter(torch.stack(on_device).tolist() if on_device else ())  # read all at once
+    # Reading a value waits for the device, so read all at once
+    values = iter(torch.stack(on_device).tolist() if on_device else ())
     flags = [next(values) if torch.is_tensor(flag) else flag for _, flag in compared]
     wrong = dict.fromkeys(name for (name, _), is_same in zip(compared, flags, strict=True) if not is_same)
     if wrong:
@@ -303,7 +310,7 @@ def cast_floating_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     Cast floating-point inputs of a low-precision module to `dtype`, because the pipeline computes in float32.
 
     The hook acts on the calls of rollout and replay alike, so that both see the same numbers. Tensors with one number
-    for each image are unchanged: times and guidance scales, which some transformers read in float32.
+    for each image are unchanged: some transformers read times and guidance scales in float32.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a policy of a frozen pipeline: with a trainable adapter, or with all weights of its transformer trained."""
+"""Build a policy from a frozen pipeline: with a trainable adapter, or with all weights of its transformer trained."""
 
 import copy
 import inspect
@@ -83,7 +83,9 @@ def prepare_transformer(
     autocast_adapter_dtype: bool,
     copy_adapter: bool = False,
 ) -> nn.Module:
-    """Make all weights trainable, or add a new or saved adapter in place, with `copy_adapter` also frozen as `ref`."""
+    """
+    Make all weights trainable, or add a new or saved adapter in place, with `copy_adapter` also a frozen copy `ref`.
+    """
     transformer = pipeline.transformer
     _check_no_dropout(transformer)
     round_like_eager(transformer)
@@ -107,8 +109,8 @@ def _set_config(model: nn.Module, config: PolicyConfig) -> None:
 
 
 def _rename_checkpointing(model: nn.Module, transformer: nn.Module) -> None:
-    """Let Trainer switch gradient checkpointing on, by a method that diffusers names otherwise."""
-    # No layer is random, and the state of the generators would be copied from the device for each block
+    """Let Trainer enable gradient checkpointing by a method that has another name in diffusers."""
+    # Layers use no random numbers, and saving the random state would copy it from the device for each block
     checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     model.activation_checkpointing_enable = lambda **kwargs: transformer.enable_gradient_checkpointing(checkpointed)
 
@@ -156,7 +158,7 @@ def wrap_pipeline(
     pipeline: DiffusionPipeline, family: Family, model: nn.Module, dtype: torch.dtype, is_deepspeed: bool = False
 ) -> RecordingPipeline:
     """Wrap a pipeline and its transformer, with an adapter or without, for recording."""
-    # DDP would broadcast frozen weights, which every process reads from the same files
+    # DDP would broadcast frozen weights, although every process reads them from the same files
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     transformer = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -175,7 +177,7 @@ def wrap_pipeline(
 
 def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Module, dtype: torch.dtype) -> None:
     """Store the frozen weights of transformer and text encoders as float8, cast to `dtype` in each forward."""
-    # With the adapter in place, which is left out: PEFT would round the first weights of a later one to float8
+    # The adapter is already in place, and left out here: PEFT would round the first weights of a later one to float8
     transformer.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     for encoder in (getattr(pipeline, name) for name in family.text_encoders):
         if encoder is not None:
@@ -185,8 +187,11 @@ def store_as_fp8(pipeline: DiffusionPipeline, family: Family, transformer: nn.Mo
 
 
 def check_trained(pipeline: DiffusionPipeline, family: Family, peft_config: LoraConfig | SavedAdapter | None) -> None:
-    """Check scheduler, layers and adapter of a pipeline without weights, as [`build_recording_pipeline`] does after loading."""
+    """
+    Check scheduler, layers and adapter of a pipeline without weights, as [`build_recording_pipeline`] does after
+    loading.
+    """
     with init_empty_weights(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they come again with the weights
+        warnings.simplefilter("ignore")  # the same warnings come when the weights are loaded
         FlowMatchSDEScheduler.from_scheduler(pipeline.scheduler)
         prepare_transformer(pipeline, family, peft_config, autocast_adapter_dtype=False)

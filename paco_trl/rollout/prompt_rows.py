@@ -30,7 +30,7 @@ class RowSettings(Protocol):
 
 
 class ImagePrompt(NamedTuple):
-    """What one image is generated from: its row, whose source images it has, and the prompt."""
+    """What one image is generated from: a prompt, and the row that has its source images."""
 
     row_index: int
     prompt: str
@@ -38,7 +38,9 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptKey:
-    """Condition of an image: its prompt, and digests of its source images. Rows with the same one are encoded once."""
+    """
+    Condition of an image: its prompt, and digests of its source images. Rows with the same condition are encoded once.
+    """
 
     prompt: str
     images: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class PromptRows:
                     f"Row {row_index} of {where}: `negative_prompt` is {negative!r}. Write a text, or None."
                 )
         self.requested_sizes = list(zip(self._column("height"), self._column("width"), strict=True))
-        # A row has one image, or one for each panel, with a prompt each
+        # A row has one image, or one for each panel, and each image has a prompt
         self.image_prompts: list[ImagePrompt] = []
         self.prompt_indices: list[range] = []
         self.image_layouts = list(self.layouts)  # layout of one image
@@ -110,7 +112,7 @@ class PromptRows:
 
     @property
     def named_prompts(self) -> list[tuple[str, str]]:
-        """Names, for messages, and texts of the prompts of all images, and of the negative prompts that differ."""
+        """Names for messages, and texts, of the prompts of all images and of the distinct negative prompts."""
         named = [(f"row {row_index}", prompt) for row_index, prompt in dict.fromkeys(self.image_prompts)]
         rows_by_negative: dict[str, int] = {}
         for row_index, negative in enumerate(self.negative_prompts):
@@ -119,7 +121,7 @@ class PromptRows:
         return [*named, *((f"the negative prompt of row {n}", negative) for negative, n in rows_by_negative.items())]
 
     def _sized_row(self, row_index: int) -> str:
-        """Name a row in an error about its size, with where the size is from."""
+        """Name a row in an error about its size, and say if the row has no size of its own."""
         has_size = None not in self.requested_sizes[row_index]
         return f"row {row_index} of {self.where}" + ("" if has_size else ", which has no size of its own,")
 
@@ -129,7 +131,7 @@ class PromptRows:
         return SEPARATE in self._column("layout")
 
     def resolve_for_pipeline(self, pipeline, family: Family) -> "ResolvedRows":
-        """Compute sizes, source images and negative prompts for a pipeline, check them, and return the rows with them."""
+        """Return the rows with sizes, source images and negative prompts for a pipeline, after checks of all."""
         return ResolvedRows(self, pipeline, family)
 
     def row(self, row_index: int) -> dict[str, Any]:
@@ -174,8 +176,8 @@ class PromptRows:
 
 class ResolvedRows(PromptRows):
     """
-    Rows as a pipeline generates them: `inference_sizes` and `training_sizes` are height and width of the images of each
-    row, `sources` and `negative_prompts` those that the pipeline takes.
+    Rows as a pipeline generates them. `inference_sizes` and `training_sizes` have height and width of the images of
+    each row; `sources` and `negative_prompts` are what the pipeline takes.
     """
 
     def __init__(self, rows: PromptRows, pipeline, family: Family):

@@ -48,8 +48,8 @@ class RecordedStep(TransformerStep):
 
     `sigma`, `sigma_next` and `sigma_max` are the times before and after the step, and the second sigma of the
     schedule. `prev_sample` are the latents after it, and `mean` is the mean of the step, both `(B, ...)` in float32.
-    `log_prob` `(B,)` is the log-probability of `prev_sample` under the policy that sampled it; a step without noise
-    has none.
+    `log_prob` `(B,)` is the log-probability of `prev_sample` under the policy that sampled it, or `None` for a step
+    without noise.
     """
 
     index: int
@@ -62,7 +62,7 @@ class RecordedStep(TransformerStep):
 
 
 Step = TypeVar("Step", bound=TransformerStep)
-# Whether it has passed, on the device, and its message
+# A tensor on the device that says whether the check has passed, and a function that returns its message
 Check = tuple[torch.Tensor, Callable[[], str]]
 
 
@@ -92,7 +92,8 @@ class BatchRecorder:
         self.family = family
         self.scheduler = scheduler
         self.guidance_scale = guidance_scale
-        self.steps, self.last = steps, last  # those to record, and the last one that the pipeline makes
+        self.steps = steps  # indices of the steps to record
+        self.last = last  # index of the last step that the pipeline makes
         self.recorded: list[RecordedStep] = []
         self._calls: list[dict[str, Any]] = []  # arguments of the transformer's calls in the current step
         self._outputs: list[torch.Tensor] = []
@@ -133,13 +134,13 @@ class BatchRecorder:
 
     def on_decoded(self, module: nn.Module, args: tuple, pixels: Any) -> None:
         """Check the output of the VAE's decoder."""
-        # The pipeline turns NaN into black and infinity into white, and the image would be scored
+        # The pipeline turns NaN into black and infinity into white, and rewards would score the image
         if torch.is_tensor(pixels):
             self._checks.append((torch.isfinite(pixels).all(), functools.partial(_describe_pixels, pixels.dtype)))
 
     def raise_failed(self, cause: Exception | None) -> None:
-        """Raise what the first failed check says, or else the error that has ended the pipeline's call."""
-        # Latents first: NaN in them fails the other checks, too
+        """Raise an error with the message of the first failed check, or else the error of the pipeline's call."""
+        # The latents come first, because NaN in them fails the other checks too
         checks = [*filter(None, [self._latents_check]), *self._checks]
         passed = torch.stack([is_good for is_good, _ in checks]).tolist() if checks else []
         if not all(passed):
@@ -153,8 +154,8 @@ class BatchRecorder:
                 f"At step {index} the scheduler received a velocity of the shape {tuple(model_output.shape)}, but "
                 f"{type(self.family).__name__}.combine gives {tuple(combined.shape)}. {self.family.advice}"
             )
-        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value;
-        # of float32, 2^-18 is some units.
+        # The same operations in another order are allowed. Half a unit in the last place of bf16 is 2^-9 of the value,
+        # and 2^-18 is some units in the last place of float32.
         precision = 2**-18 if model_output.dtype == torch.float32 else 2**-8
         expected = combined.float()
         received = model_output.float()
@@ -181,8 +182,8 @@ class RecordingPipeline:
     Generate images with an unmodified diffusers pipeline and record its stochastic steps.
 
     The `scheduler` of the flow-matching pipeline is replaced by a [`FlowMatchSDEScheduler`] with the same settings,
-    its `transformer` by `model`, the one with the adapter, so that it generates with what is trained.
-    `forward_signature` is the signature of the transformer's `forward` (the adapter's wrapper takes anything).
+    and its `transformer` by `model`, the trained model with the adapter. `forward_signature` is the signature of the
+    transformer's `forward`, because the `forward` of the adapter's wrapper takes any arguments.
 
     Raises:
         ValueError: the scheduler is not flow matching.
@@ -202,7 +203,8 @@ class RecordingPipeline:
         extra = [
             name for name, parameter in forward_signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD
         ]
-        self._extra = extra[0] if extra else ""  # the parameter that collects other arguments by name
+        # Name of the parameter that collects further keyword arguments, if there is one
+        self._extra = extra[0] if extra else ""
         self._recorder: BatchRecorder | None = None  # recorder of the batch that is generated
         model.register_forward_pre_hook(self._record_call, with_kwargs=True)
         model.register_forward_hook(self._record_output)
@@ -233,9 +235,10 @@ class RecordingPipeline:
             record_last_step (`bool`):
                 Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
-                Source images, the same for all images of the batch; or the first one of it, with the latents of all.
+                Source images that all images of the batch share. A set's first panel has the latents of each image's
+                own panel.
             initial_keys (`list[tuple[int, ...]]`, *optional*):
-                Key of each image's initial noise, if it is another.
+                Key of each image's initial noise, if it differs from the key in `noise_keys`.
 
         Returns:
             `tuple[list[PIL.Image.Image], list[RecordedStep]]`: the images in RGB, transparency on white, and the
@@ -349,7 +352,8 @@ class RecordingPipeline:
             self._recorder.on_call(arguments | arguments.pop(self._extra, {}))
 
     def _record_output(self, module: nn.Module, args: tuple, output):
-        # As accelerate does once the model is prepared for training: guidance combines the same numbers before that
+        # accelerate casts the outputs of a prepared model like this. Cast them before that too, so that guidance
+        # always combines the same numbers.
         output = (recursively_apply(torch.Tensor.float, output[0]), *output[1:])
         if self._recorder is not None and self._recorder.is_due:
             self._recorder.on_output(output[0])
@@ -373,7 +377,8 @@ def _describe_pixels(dtype: torch.dtype) -> str:
 
 def _batched(call: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the arguments of a call that have an entry for each prediction."""
-    num_predictions = len(next(iter(call.values())))  # the sample comes first
+    # The sample is the first argument
+    num_predictions = len(next(iter(call.values())))
     lists = {name: value for name, value in call.items() if isinstance(value, list) or getattr(value, "ndim", 0) > 0}
     return {
         name: argument
@@ -390,7 +395,7 @@ def split_step(record: Step, parts: int, family: Family) -> list[Step]:
     tensors = {name: value.chunk(parts) for name, value in vars(record).items() if torch.is_tensor(value)}
 
     def select(value: Any, part: int) -> Any:
-        # With true CFG in one call, the entries of one prediction follow those of the other
+        # With true CFG in one call, the entries of one prediction follow the entries of the other prediction
         pieces = [value[first : first + size] for first in range(part * size, len(value), len(record.sample))]
         if isinstance(value, list):
             return [entry for piece in pieces for entry in piece]
@@ -409,8 +414,9 @@ def share_tensors(
     records: Sequence[Step], arguments: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]
 ) -> list[Step]:
     """Replace recorded tensors that equal an argument of the pipeline's call by one shared copy."""
-    # Many pipelines repeat embeddings for the images of a prompt, even for one: each micro-batch would keep its own
-    pairs = []  # encoded prompts in the forms that calls have: full, once for all images, in a list
+    # Many pipelines repeat embeddings for the images of a prompt, even for one image, and each micro-batch would keep
+    # a copy of its own. Calls have encoded prompts in full, once for all images, or in a list.
+    pairs = []
     for name, argument in arguments.items():
         if isinstance(argument, torch.Tensor):
             copy = copies[name]
@@ -423,7 +429,7 @@ def share_tensors(
         for form, copy in pairs:
             if (form.shape, form.dtype, form.device) != (tensor.shape, tensor.dtype, tensor.device):
                 continue
-            # The same memory is not compared: reading a result waits for the device
+            # Tensors with the same memory are not compared, because reading a result waits for the device
             if (form.data_ptr(), form.stride()) == (tensor.data_ptr(), tensor.stride()):
                 shared.setdefault(key, copy)
             else:

@@ -4,12 +4,16 @@
 import math
 
 
-# Of every known pipeline, and of autoencoders that compress 32 times: what is proposed before the pipeline is loaded
+# A multiple that suits every known pipeline, and autoencoders that compress 32 times. It is proposed before the
+# pipeline is loaded.
 _ANY_MULTIPLE = 32
 
 
 def check_inference_size(height: int, width: int, rows: int, cols: int, multiple: int | None, where: str) -> None:
-    """Raise a `ValueError` for a size that the pipeline (`None`: not known yet) or the panels would crop or resize."""
+    """
+    Raise a `ValueError` for a size that is no `multiple` of the pipeline's pixels (`None` if it is not known yet), or
+    that the panels do not divide.
+    """
     for name, size, count, unit in (("height", height, rows, "rows"), ("width", width, cols, "columns")):
         if size > 0 and size % math.lcm(multiple or 1, count) == 0:
             continue

@@ -24,7 +24,7 @@ class RoundRow:
     """A row of the dataset in a round: what the images generated from it have in common."""
 
     index: int  # in the dataset
-    prompt_indices: range  # indices of its prompts, one for each panel, among the image prompts of all rows
+    prompt_indices: range  # indices of the prompts of its panels among the image prompts of all rows
     size: tuple[int, int]  # height and width of an image in pixels
     round_key: tuple[int, int, int]
     shares_noise: bool  # whether the images of a set begin from the noise of the first
@@ -39,14 +39,14 @@ class Sample:
     of one row of the dataset, a *group* of `num_generations`. So a sample is the image of a `panel` in a `generation`
     of a group; a grid has one panel here, the whole of it.
 
-    Prompt, size and noise follow from the row of its completion. The key of the noise has seed, stream, round, prompt
-    and generation, and the noise depends on nothing else.
+    Prompt, size and noise follow from the row of its completion. The noise depends only on its key: seed, stream,
+    round, prompt and generation.
     """
 
     completion: "Completion"
     panel: int
     is_anchored: bool  # whether it is generated from the first image of its set
-    is_padding: bool = False  # it only pads a batch: it is generated, and neither scored nor trained
+    is_padding: bool = False  # whether it only pads a batch: it is generated, and neither scored nor trained
     advantage: float = 0.0
     weight: float = 0.0  # weight in the loss of its optimizer step, at each trained step
 
@@ -77,7 +77,7 @@ class Sample:
 
     @property
     def initial_noise_key(self) -> tuple[int, ...]:
-        """Key of its initial noise: with `shared_noise` that of the first image of its set."""
+        """Key of its initial noise. With `shared_noise`, all images of a set have the key of the set's first image."""
         row = self.completion.row
         return (*row.round_key, row.prompt_indices[0 if row.shares_noise else self.panel], self.generation)
 
@@ -98,7 +98,7 @@ class Completion:
     row: RoundRow
     samples: list[Sample] = field(default_factory=list)
     panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are here
-    image: Any = None  # PIL image; `None` before all panels are generated, and after the round's callbacks
+    image: Any = None  # PIL image, or `None` before all panels are generated and after the round's callbacks
 
     @property
     def row_index(self) -> int:
@@ -106,7 +106,7 @@ class Completion:
         return self.row.index
 
     def add_panels(self, panels: dict[int, Image.Image]) -> bool:
-        """Add images by panel; return whether the completion has all of them now, and so its `image`."""
+        """Add images by panel; return whether the completion now has all of them, and thus its `image`."""
         self.panels |= panels
         if len(self.panels) < len(self.samples):
             return False
@@ -147,8 +147,8 @@ class Batch:
 
 def pad_batches(batches: list[Batch], count: int, padding: Batch) -> list[Batch]:
     """
-    Pad with copies that are generated but neither scored nor trained, so that every process makes the same number of
-    forward passes, as ZeRO-3 requires.
+    Pad a process's batches with copies that are generated but neither scored nor trained. Every process then makes the
+    same number of forward passes, as ZeRO-3 requires.
     """
     return batches + [padding.as_padding()] * (count - len(batches))
 
@@ -165,7 +165,7 @@ class Round:
         num_generations (`int`):
             Completions of a group.
         key (`tuple[int, int, int]`):
-            Seed, stream and index of the round, which every noise key begins with.
+            Seed, stream and index of the round. Every noise key begins with them.
         sizes (`Sequence[tuple[int, int]]`):
             Height and width of the images of each row of the dataset.
         num_prompts (`int`, *optional*):
@@ -185,7 +185,7 @@ class Round:
         self.num_generations = num_generations
         self.key = key
         self.sizes = sizes
-        # Decodes source images, which may be large: once for the pipeline and for the rewards
+        # A row has decoded source images, which may be large: decode them once for the pipeline and for the rewards
         self.reward_row = functools.lru_cache(8)(rows.row)
         self.completions: list[Completion] = []
         self.samples: list[Sample] = []  # the images of a prompt one after the other
@@ -225,7 +225,10 @@ class Round:
             completion.image = None
 
     def row_indices_of(self, batches: list[Batch]) -> list[int]:
-        """Return the distinct rows of some batches in order, with the row of the batches that pad them."""
+        """
+        Return the distinct rows of these batches in order. Anchored sets add the round's first row, because padding
+        batches are generated from it.
+        """
         row_indices = [sample.row_index for batch in batches for sample in batch.samples]
         if self.rows.is_anchored:
             row_indices.append(self.samples[0].row_index)
@@ -235,11 +238,11 @@ class Round:
         self, batches: list[Batch], gather: Callable[[list], list]
     ) -> Iterator[tuple[list[Batch], dict[int, Image.Image]]]:
         """
-        Yield the batches in the order in which they can be generated, each with the first images it needs, by
-        completion.
+        Yield the batches in the phases in which they can be generated, each phase with the first images that it needs,
+        by completion.
 
-        Anchored sets take two phases: all first images, then the images generated from them. Both are padded to the
-        same number of batches on every process. `gather` gathers a list from all processes.
+        Anchored sets take two phases: all first images, then the images generated from them. Both phases are padded to
+        the same number of batches on every process. `gather` gathers a list from all processes.
         """
         if not self.rows.is_anchored:
             yield batches, {}
@@ -251,14 +254,14 @@ class Round:
             yield pad_batches(phase, max(gather([len(phase)])), padding), first_images
 
     def _gather_first_images(self, batches: list[Batch], gather: Callable[[list], list]) -> dict[int, Image.Image]:
-        """Return the first images of the sets of some batches, which other processes may have generated."""
+        """Return the first images of the sets of some batches. Other processes may have generated them."""
         needed = {sample.completion.index for batch in batches for sample in batch.samples}
-        # Each unfinished set has its first image alone
+        # An unfinished set has only its first image now
         generated = [
             (completion.index, image) for completion in self.completions for image in completion.panels.values()
         ]
         first_images: dict[int, Image.Image] = {}
-        # One of each process at a time, which bounds the memory
+        # Gather one image of each process at a time, to bound the memory
         for position in range(max(gather([len(generated)]))):
             gathered = gather(generated[position : position + 1])
             first_images |= {
@@ -267,7 +270,7 @@ class Round:
         return first_images
 
     def add_images(self, batch: Batch, images: Sequence[Image.Image]) -> list[Completion]:
-        """Give the completions the images of a batch; return those that are finished with them."""
+        """Give the completions the images of a batch; return the completions that now have all of their images."""
         finished = []
         for sample, image in zip(batch.samples, images, strict=True):
             if not sample.is_padding and sample.completion.add_panels({sample.panel: image}):
@@ -279,7 +282,7 @@ class Round:
         processes, finished = accelerator.num_processes, []
         unfinished = [completion.index for completion in self.completions if completion.panels]
         completion_indices = sorted(set(gather_object(unfinished)))
-        # A set for each process at a time, which bounds the memory
+        # Exchange one set for each process at a time, to bound the memory
         for first in range(0, len(completion_indices), processes):
             block = completion_indices[first : first + processes]
             parts = gather_object(
@@ -290,10 +293,11 @@ class Round:
                 expected = len(self.completions[completion_index].samples)
                 if len(panels) < expected:
                     raise RuntimeError(
-                        f"Set {completion_index} of a round has {len(panels)} of its {expected} images on all processes."
+                        f"Set {completion_index} of a round has {len(panels)} of its {expected} images on all "
+                        "processes."
                     )
                 if process == accelerator.process_index and self.completions[completion_index].add_panels(panels):
                     finished.append(self.completions[completion_index])
         for completion in self.completions:
-            completion.panels = {}  # other processes have finished these
+            completion.panels = {}  # another process has finished the set
         return finished

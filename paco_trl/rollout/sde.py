@@ -29,10 +29,10 @@ class SDEStep(NamedTuple):
     """
     One step of the sampler and its density.
 
-    `prev_sample` is the sample after the step, newly sampled or the one that was passed, and `mean` that of the
+    `prev_sample` is the sample after the step, newly sampled or the one that was passed, and `mean` is the mean of the
     Gaussian, both `(B, ...)` in float32. `log_prob` `(B,)` is the log-density of `prev_sample`, averaged over all
-    non-batch dimensions, `None` for a step without noise, which has no density. `std` is the standard deviation,
-    broadcastable to `mean`, 0 for a step without noise.
+    non-batch dimensions. `std` is the standard deviation, broadcastable to `mean`. A step without noise has no
+    density: its `log_prob` is `None` and its `std` 0.
     """
 
     prev_sample: torch.Tensor
@@ -83,8 +83,8 @@ def sde_step(
     - `"dance_sde"` ([DanceGRPO](https://huggingface.co/papers/2505.07818)): the same with a constant s_t = a.
     - `"cps"` (coefficients-preserving sampling, [Flow-CPS](https://huggingface.co/papers/2509.05952)):
       std = t_next * sin(a * pi / 2), x0 = x - t * v, x1 = x + (1 - t) * v,
-      mean = (1 - t_next) * x0 + sqrt(t_next^2 - std^2) * x1. The log-probability is that of this Gaussian; the
-      published code of Flow-CPS leaves its variance out.
+      mean = (1 - t_next) * x0 + sqrt(t_next^2 - std^2) * x1. The log-probability is the log-density of this Gaussian;
+      the published code of Flow-CPS leaves its variance out.
 
     At noise level 0 each of them is the Euler step x + v * dt.
 
@@ -173,7 +173,7 @@ def second_order_velocity(
 
 
 def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Generator] | None) -> torch.Tensor:
-    # Sampled for each image on the generator's device: the same noise for any device and batch
+    # Noise is sampled for each image on the generator's device, so that it does not depend on device and batch
     if not isinstance(generator, list):
         device = mean.device if generator is None else generator.device
         return torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32).to(mean.device)
@@ -197,7 +197,7 @@ def keyed_generator(*key: int) -> torch.Generator:
     of a seed: of 100,000 keys about one pair shares its stream.
     """
     state = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
-    # 63 bits, which `manual_seed` always accepts; the generator uses the lower 32
+    # `manual_seed` accepts any seed of 63 bits, and the generator uses the lower 32
     return torch.Generator().manual_seed((int(state[0]) << 31) | (int(state[1]) >> 1))
 
 
@@ -206,9 +206,9 @@ class SDESettings:
     """
     Stochastic steps of the sampler.
 
-    `steps` are their indices; the others are the Euler steps of the pipeline's scheduler. `noise_level` is the paper's
-    `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `tail_steps` is the number of
-    steps after the last stochastic one, by DPM-Solver++(2M), by default those of the schedule.
+    `steps` are their indices; all other steps are the Euler steps of the pipeline's scheduler. `noise_level` is the
+    paper's `a`, and 0 makes every step deterministic. For `sde_type` see [`sde_step`]. `tail_steps` is the number of
+    steps after the last stochastic one, made by DPM-Solver++(2M). If `None`, the schedule's own steps follow.
     """
 
     steps: tuple[int, ...]
@@ -255,13 +255,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     _on_step: OnStep | None = None
     sigmas: torch.Tensor
     timesteps: torch.Tensor
-    times: list[float]  # the sigmas, without a wait for the device
+    times: list[float]  # the sigmas on the host, because reading a tensor waits for the device
     _tail_start: float = math.inf  # index of the first step of a short tail
     _x0: torch.Tensor | None = None  # image that the tail's last velocity points to
 
     @classmethod
     def from_scheduler(cls, scheduler) -> "FlowMatchSDEScheduler":
-        """Build it with the settings of a pipeline's scheduler; a `ValueError` if its steps are not Euler's."""
+        """Build it with the settings of a pipeline's scheduler. Raise a `ValueError` if that makes other steps."""
         check_flow_matching(type(scheduler))
         if not isinstance(scheduler, cls) and type(scheduler).step is not FlowMatchEulerDiscreteScheduler.step:
             raise ValueError(
@@ -291,7 +291,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
         Args:
             sde ([`SDESettings`] or `None`):
-                Stochastic steps. With `None` all steps are those of the parent.
+                Stochastic steps. With `None`, all steps are made by the parent.
             step_generators (`Callable[[int], list[torch.Generator]]`, *optional*):
                 Returns the generators of a stochastic step, one for each image. If `None`, the pipeline's generator is
                 used.
@@ -310,7 +310,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         super().set_timesteps(num_inference_steps, "cpu", *args, **kwargs)
         self._tail_start, self._x0 = math.inf, None
         if self.sde is not None and self.sde.tail_steps is not None:
-            # At evenly spaced indices of the schedule, between which its sigmas are interpolated
+            # The tail has evenly spaced indices of the schedule. Sigmas between two steps are interpolated.
             self._tail_start = start = max(self.sde.steps) + 1
             indices = np.linspace(start, len(self.timesteps), self.sde.tail_steps + 1)
             tail = np.interp(indices, np.arange(len(self.sigmas)), self.sigmas.tolist())
@@ -327,7 +327,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         return self.step_index if self.step_index is not None else self.begin_index or 0
 
     def step(self, model_output, timestep, sample, *, return_dict=True, **kwargs):
-        """Make one step: stochastic at `sde.steps`, the parent's elsewhere. Return what the parent does."""
+        """Make one step, stochastic at `sde.steps` and by the parent elsewhere. Return the same type as the parent."""
         if self.step_index is None:
             self._init_step_index(timestep)
         index = self.step_index
@@ -350,7 +350,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         sampled = step(generator=self._step_generators(index) if self._step_generators else kwargs.get("generator"))
         prev_sample = sampled.prev_sample.to(sample.dtype)
         if sample.dtype != torch.float32:
-            # The stored sample is scored, after its round trip through the dtype
+            # Score the sample as it is stored, rounded to its dtype
             sampled = step(prev_sample=prev_sample)
         if self._on_step is not None:
             self._on_step(index, model_output, sample, sampled)

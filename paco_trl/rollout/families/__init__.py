@@ -47,7 +47,7 @@ def get_family(pipeline) -> Family:
             Pipeline to train, or the name of its class.
 
     Returns:
-        [`Family`]: an [`UnlistedFamily`], with a warning, where the pipeline's class is not in `FAMILIES`.
+        [`Family`]: an [`UnlistedFamily`], with a warning, if the pipeline's class is not in `FAMILIES`.
 
     Raises:
         ValueError: the pipeline cannot be trained without a family class of its own.

@@ -57,13 +57,13 @@ class Family(ABC):
     """Maximum number of images in one call of the pipeline; `None` for any number."""
 
     max_stable_epsilon: float | None = None
-    """Clip range above which training was seen to collapse, of which `paco-trl doctor` warns; `None` if not known."""
+    """Clip range above which training was seen to collapse, or `None`. `paco-trl doctor` warns of larger ones."""
 
     unbatched_arguments: tuple[str, ...] = ()
     """Arguments of the transformer without a batch dimension, such as position ids that all images share."""
 
     training_defaults: ClassVar[dict[str, Any]] = {}
-    """Defaults of `paco-trl grpo` and `nft` for models of this family, where they differ from those of the config."""
+    """Defaults of `paco-trl grpo` and `nft` for models of this family that differ from the config's defaults."""
 
     advice: str = "Correct the family class."
     """What to do when the scheduler received something else than the result of [`combine`]."""
@@ -75,11 +75,11 @@ class Family(ABC):
         self, pipeline, prompt: str, device: torch.device, images: Sequence[Image.Image] = (), scale: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """
-        Encode one prompt with the pipeline's own method, which must not need other components than `text_encoders`.
+        Encode one prompt with the pipeline's own method. It must not need other components than `text_encoders`.
 
         Negative prompts are encoded by the same method and passed to the pipeline with `negative_` before the names.
-        `images` are the source images as the user gave them, for text encoders that see them, `scale` is that of
-        [`prepare_image`], and `device` has the text encoders.
+        `images` are the source images as the user gave them, for text encoders that see them, `scale` is the scale for
+        [`prepare_image`], and `device` is the device of the text encoders.
 
         Returns:
             `dict[str, torch.Tensor]`: arguments of the pipeline's call that carry the prompt, batch dimension 1.
@@ -95,10 +95,10 @@ class Family(ABC):
 
     def resolve_negative_prompt(self, pipeline, guidance_scale: float, negative_prompt: str | None) -> str | None:
         """
-        Return the negative prompt for true CFG, or `None` where a step is one conditional prediction.
+        Return the negative prompt for true CFG, or `None` if a step is one conditional prediction.
 
-        The default is that of a model with distilled guidance, which has no negative prompt. A setting that the
-        pipeline would ignore raises a `ValueError`.
+        The default implementation is for a model with distilled guidance: it has no negative prompt. A setting that
+        the pipeline would ignore raises a `ValueError`.
         """
         name = type(pipeline).__name__
         if negative_prompt is not None:
@@ -117,16 +117,17 @@ class Family(ABC):
 
     def unused_layers(self, transformer: torch.nn.Module) -> list[str]:
         """
-        Return full names of linear layers that no prediction depends on, such as those of the last block's text.
+        Return full names of linear layers that no prediction depends on, such as text layers of the last block.
 
-        They get no adapter, whatever `LoraConfig.target_modules` says: it would have no gradient, which DDP waits for.
+        They get no adapter, whatever `LoraConfig.target_modules` says: it would have no gradient, and DDP would wait
+        for one.
         """
         return []
 
     # ---- Sizes and calls ----
 
     def size_multiple(self, pipeline) -> int:
-        """Return the pixels that height and width must be multiples of, else the pipeline resizes silently."""
+        """Return the number of pixels that must divide height and width; else the pipeline resizes silently."""
         return pipeline.vae_scale_factor * 2  # latents are packed in 2 x 2 patches
 
     def call_arguments(self, height: int, width: int, guidance_scale: float, images: list[Image.Image]) -> dict:
@@ -145,7 +146,7 @@ class Family(ABC):
 
     def edited_size(self, pipeline, sizes: list[tuple[int, int]], area: int) -> tuple[int, int]:
         """
-        Return height and width of an edited image whose row has no size: the aspect ratio of its first source.
+        Return height and width of an edited image if its row has no size. It has the aspect ratio of its first source.
 
         `sizes` are width and height of each source image, `area` the approximate number of pixels of the edited image.
         """
@@ -176,7 +177,7 @@ class Family(ABC):
         return pipeline.image_processor.preprocess(image, image.height, image.width)  # (1, 3, H, W)
 
     def generation_context(self, pipeline, images: list[Image.Image]) -> AbstractContextManager:
-        """Return a context for the pipeline's call, for pipelines whose size of source images is not an argument."""
+        """Return a context for the pipeline's call, for pipelines that take no size of source images."""
         return nullcontext()
 
     # ---- Guidance ----
@@ -207,14 +208,14 @@ class Family(ABC):
         """
         Return the conditional and, with true CFG, the unconditional prediction of a step.
 
-        The default takes one call for each, over a sequence of the sample's tokens and then those of source images.
+        The default takes one call for each, over a sequence of the sample's tokens, followed by source images' tokens.
         """
         tokens = sample.shape[1]
         predictions = [output if output.shape[1] == tokens else output[:, :tokens] for output in outputs]
         return predictions[0], predictions[1] if len(predictions) > 1 else None  # (B, tokens, channels)
 
     def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
-        """Apply true classifier-free guidance, with the operations of the pipeline in their order."""
+        """Apply true classifier-free guidance, with the pipeline's operations in the pipeline's order."""
         return unconditional + guidance_scale * (conditional - unconditional)
 
     # ---- Other times ----
@@ -224,14 +225,14 @@ class Family(ABC):
         Return a recorded call, unchanged itself, for another sample `(B, ...)` and time of each image, float32 `(B,)`.
 
         Only [`PaCoNFTTrainer`] needs it. For the recorded sample and time it must return the recorded call
-        bit-exactly, which every rollout checks.
+        bit-exactly. Every rollout checks this.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `call_at`, which PaCoNFTTrainer requires. Add it.")
 
 
 def packed_call_at(call: dict[str, Any], sample: torch.Tensor, sigma: torch.Tensor) -> dict[str, Any]:
     """Apply [`Family.call_at`] for a sequence of the sample's and the source images' tokens, and times from 0 to 1."""
-    # The scheduler multiplies times by 1000 and the pipeline divides by it, which rounds: so does this
+    # The scheduler multiplies times by 1000, and the pipeline divides by it. Do the same, because it rounds.
     timestep = (sigma * 1000).to(call["timestep"].dtype) / 1000  # (B,)
     hidden_states = call["hidden_states"]
     tokens = sample.to(hidden_states.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLUX.1: guidance is distilled into the model, so a step is one call whose output the scheduler receives."""
+"""FLUX.1: guidance is distilled into the model, so a step is one call, and the scheduler receives its output."""
 
 from .base import DUAL_STREAM_ATTENTION, Family, feed_forward, packed_call_at
 
@@ -26,11 +26,11 @@ class FluxFamily(Family):
 
 
 class FluxKontextFamily(FluxFamily):
-    """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow those of the image."""
+    """[`~diffusers.FluxKontextPipeline`]: the tokens of a source image follow the tokens of the image."""
 
     max_source_images = 1
     batches_sources = True
-    # Paper, Part 3; that one reward is not tamed is the published code's
+    # The paper's settings, Part 3. As in the published code, the only reward is not tamed.
     training_defaults = {
         "edits": True, "max_source_images": 1, "rewards": ["edit"],
         "multi_objective_aggregation": "sum_then_normalize",
@@ -66,7 +66,7 @@ def _preferred_resolution(width: int, height: int, step: int) -> tuple[int, int]
     """Return the training size of Kontext with the closest aspect ratio, width and height, as its pipeline does."""
     from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 
-    # The pipeline rounds the source down first, which can change the closest size
+    # The pipeline rounds the source down first, and this can change the closest size
     ratio = max(1, width // step) / max(1, height // step)
     _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
     return width, height

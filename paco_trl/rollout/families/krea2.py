@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Krea 2: true CFG of two calls on top of the conditional prediction; the text is that of twelve layers."""
+"""Krea 2: true CFG of two calls on top of the conditional prediction, and text features from twelve layers."""
 
 from .base import ATTENTION, Family, packed_call_at, true_guidance_prompt
 

@@ -17,7 +17,7 @@ OVIS_MAX_TOKENS = 256
 
 
 class LongCatImageFamily(FluxFamily):
-    """[`~diffusers.LongCatImagePipeline`], which does not rewrite prompts here."""
+    """[`~diffusers.LongCatImagePipeline`], without its rewriting of prompts."""
 
     text_encoders = ("text_encoder",)
     max_calls = 2
@@ -42,7 +42,7 @@ class LongCatImageFamily(FluxFamily):
 
     def generation_context(self, pipeline, images):
         original_encode_prompt = pipeline.encode_prompt
-        # It counts prompts even if it is given their embeddings (diffusers 0.42)
+        # The pipeline counts prompts even if it is given their embeddings (diffusers 0.42)
         return encoding_by(
             pipeline,
             lambda **arguments: original_encode_prompt(**arguments | {"prompt": list(arguments["prompt_embeds"])}),
@@ -65,7 +65,9 @@ class LongCatImageEditFamily(LongCatImageFamily):
     def encode_prompt(self, pipeline, prompt, device, images=(), scale=1.0):
         image = self.prepare_image(pipeline, images[0], scale)
         seen = pipeline.image_processor.resize(image, image.height // 2, image.width // 2)
-        return {"prompt_embeds": pipeline.encode_prompt(prompt, image=seen)[0]}  # (1, of the source + 512, 3584)
+        return {
+            "prompt_embeds": pipeline.encode_prompt(prompt, image=seen)[0]
+        }  # (1, tokens of the source + 512, 3584)
 
     def call_arguments(self, height, width, guidance_scale, images):
         if (width, height) != images[0].size:
@@ -114,7 +116,7 @@ class OvisImageFamily(LongCatImageFamily):
     def generation_context(self, pipeline, images):
         original_encode_prompt = pipeline.encode_prompt
         names = ("prompt_embeds", "negative_prompt_embeds")
-        # It casts embeddings, and thereby the latents, to the dtype of the text encoder
+        # The pipeline casts embeddings, and thereby the latents, to the dtype of the text encoder
         return encoding_by(
             pipeline,
             lambda **arguments: (*(arguments[name] for name in names), *original_encode_prompt(**arguments)[2:]),

@@ -41,7 +41,7 @@ class QwenImageFamily(Family):
         return true_guidance_prompt(pipeline, guidance_scale, negative_prompt, default=None)
 
     def unused_layers(self, transformer):
-        # The text output of the last block is unused; its keys and values are not: the image attends to them
+        # The text output of the last block is unused, but the image attends to the text's keys and values
         layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
         return [f"transformer_blocks.{transformer.config.num_layers - 1}.{layer}" for layer in layers]
 
@@ -60,8 +60,8 @@ class QwenImageEditFamily(QwenImageFamily):
     max_source_images = 1
     requires_source_image = True
     prompt_sees_images = True
-    # Paper, Part 3; the negative prompt is that of the model's own examples, and that one reward is not tamed is the
-    # published code's
+    # The paper's settings, Part 3. As in the published code, the only reward is not tamed; the negative prompt is from
+    # the model's own examples.
     training_defaults = {
         "edits": True, "rewards": ["edit"], "multi_objective_aggregation": "sum_then_normalize",
         "num_inference_steps": 10, "sde_steps": [1, 2, 3, 4], "noise_level": 1.0, "guidance_scale": 4.0,
@@ -73,7 +73,7 @@ class QwenImageEditFamily(QwenImageFamily):
         return _embeddings(pipeline.encode_prompt(prompt, image=image, device=device))
 
     def is_truncated(self, pipeline, prompt):
-        return False  # the pipeline reads all of it
+        return False  # the pipeline reads the whole prompt
 
     def call_arguments(self, height, width, guidance_scale, images):
         return super().call_arguments(height, width, guidance_scale, images) | {"image": images[0]}
@@ -120,8 +120,8 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
 @contextmanager
 def fixed_sizes(pipeline, images: list[Image.Image]) -> Iterator[None]:
     """Keep the pipeline from resizing source images."""
-    # The area is hard-coded in the pipeline's call (diffusers 0.42). The function of its module that computes a size
-    # from area and aspect ratio returns here the size that each image has already.
+    # The area is hard-coded in the pipeline's call (diffusers 0.42). Within the context, the module's function that
+    # computes a size from area and aspect ratio returns the size that each image already has.
     module: Any = sys.modules[type(pipeline).__module__]
     original_calculate_dimensions = module.calculate_dimensions
     extra = original_calculate_dimensions(IMAGE_AREA, 1.0)[2:]  # a third value in some pipelines

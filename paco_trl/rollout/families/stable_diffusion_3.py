@@ -22,7 +22,7 @@ class StableDiffusion3Family(Family):
         embeds, _, pooled, _ = pipeline.encode_prompt(prompt, prompt_2=None, prompt_3=None, device=device, **options)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}  # (1, 77 + 256, 4096), (1, 2048)
 
-    def is_truncated(self, pipeline, prompt):  # without T5, of which CLIP's warning remains
+    def is_truncated(self, pipeline, prompt):  # without T5, the warning by CLIP's tokenizer remains
         return pipeline.tokenizer_3 is not None and len(pipeline.tokenizer_3(prompt).input_ids) > MAX_TOKENS
 
     def resolve_negative_prompt(self, pipeline, guidance_scale, negative_prompt):

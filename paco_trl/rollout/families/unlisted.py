@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults for pipelines without a family class whose transformer predicts the velocity in one call."""
+"""Defaults for pipelines without a family class, if their transformer predicts the velocity in one call."""
 
 import inspect
 import io
@@ -34,12 +34,12 @@ class UnlistedFamily(Family):
     """
     Defaults for a pipeline without a family class, stated in a warning.
 
-    A prompt is encoded by the pipeline's own call, which is interrupted at its first call of the transformer. What its
-    `encode_prompt` returned until then is stored, and returned again during generation. It may have any form, so a
+    A prompt is encoded by the pipeline's own call, interrupted at its first call of the transformer. The results of
+    the pipeline's `encode_prompt` are stored, and returned again during generation. They may have any form, so a
     micro-batch holds one image. `pipeline` may be the name of a class of diffusers.
 
     Raises:
-        ValueError: the pipeline cannot be trained without a family class; what is missing is named.
+        ValueError: the pipeline cannot be trained without a family class. The message names what is missing.
     """
 
     lora_target_modules = ["to_q", "to_k", "to_v", "to_out.0"]  # in most transformers of diffusers
@@ -49,7 +49,7 @@ class UnlistedFamily(Family):
     def __init__(self, pipeline):
         self.name = pipeline if isinstance(pipeline, str) else type(pipeline).__name__
         kind = getattr(diffusers, pipeline, None) if isinstance(pipeline, str) else type(pipeline)
-        if kind is None:  # of code in a repository
+        if kind is None:  # a class from code in a repository
             return
         missing = f"There is no family class for {self.name}"
         parameters = inspect.signature(kind.__call__).parameters
@@ -119,7 +119,7 @@ class UnlistedFamily(Family):
         return {"results": torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)[None]}
 
     def batch_arguments(self, arguments):
-        (results,) = arguments["results"]  # of the only image
+        (results,) = arguments["results"]  # a batch has one image
         file = io.BytesIO(results.cpu().numpy().tobytes())
         prompt, self._waiting = torch.load(file, map_location=results.device, weights_only=True)
         return {"prompt": prompt}
