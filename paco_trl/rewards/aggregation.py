@@ -27,7 +27,7 @@ AGGREGATION_METHODS = ("log_tamed", "sum_then_normalize", "normalize_then_sum", 
 class AggregationDetails:
     """Details of [`aggregate_rewards`], for the logs."""
 
-    # h_k of each reward (Eq. 3), whatever the method; `None` if it has no values, a negative one, or only zeros
+    # h_k of each reward (Eq. 3), whatever the method; `None` if it has no value, a negative one, or only zeros
     coefficient_of_variation: list[float | None]
     tamed: list[bool]  # whether the reward was replaced by log(1 + R_k)
     threshold: float  # delta as a number, even if passed as "mean"; infinity if no h_k is defined
@@ -94,14 +94,14 @@ def win_rates(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     other_reward = grouped.unsqueeze(1)
     wins = ((reward > other_reward) + (reward == other_reward) / 2).sum(dim=2).to(rewards.dtype)  # (N / G, G, K)
     count = (~torch.isnan(grouped)).sum(dim=1, keepdim=True) - 1  # (N / G, 1, K)
-    rates = (wins - 0.5) / count.clamp(min=1)  # minus each value's tie with itself
+    rates = (wins - 0.5) / count.clamp(min=1)  # without the tie of each value with itself
     return torch.where(torch.isnan(grouped), torch.nan, rates).reshape(rewards.shape)
 
 
 def neutralize_gaps(
     rewards: torch.Tensor, optional: torch.Tensor, num_generations: int, neutral: float
 ) -> torch.Tensor:
-    """Set an optional reward to its overall mean in groups where a completion lacks it: it is neutral there."""
+    """Set an optional reward to its overall mean in groups in which a completion lacks it, so that it is neutral."""
     grouped = rewards.reshape(-1, num_generations, rewards.shape[1])  # (N / G, G, K)
     has_gap = torch.isnan(grouped).any(dim=1, keepdim=True) & optional  # (N / G, 1, K)
     constant = torch.nanmean(rewards, dim=0).nan_to_num(nan=neutral)  # (K,)
@@ -240,5 +240,5 @@ def aggregate_rewards(
 
 
 def _reward_error(is_invalid: torch.Tensor, rewards: torch.Tensor, rule: str) -> ValueError:
-    row, column = is_invalid.nonzero()[0].tolist()  # of (N, K)
+    row, column = is_invalid.nonzero()[0].tolist()  # the first invalid value of (N, K)
     return ValueError(f"`rewards[{row}, {column}]` (reward {column}) is {rewards[row, column].item()}, but {rule}")

@@ -30,7 +30,7 @@ class RewardFunction(Protocol):
         __name__ (`str`):
             Name in metrics and messages. Defaults to the name of the class.
         is_async (`bool`):
-            Whether a call returns a coroutine, for objects whose `__call__` is not an `async def`.
+            Whether a call returns a coroutine, for objects without an `async def __call__`.
         needed_columns (`tuple[str, ...]`):
             Columns that must be filled in every row of the dataset.
         min_panels (`int`):
@@ -44,8 +44,8 @@ class RewardFunction(Protocol):
         missing_score_reason (`str` or `None`):
             Why the last `None` was returned, for messages.
         fingerprint (`Any`):
-            Anything else its values depend on. A resumed run notices a change, as it does for attributes with plain
-            values, and for private ones named after an argument (`_threshold`).
+            Anything else that its values depend on. A resumed run notices a change of it, of attributes with plain
+            values, and of private attributes named after an argument (`_threshold`).
 
     A parameter named `num_generations` marks a reward that compares the images of a prompt: it gets all of them in one
     call.
@@ -57,7 +57,7 @@ class RewardFunction(Protocol):
 
 
 def is_async_reward(function: RewardFunction) -> bool:
-    """Return whether calls are coroutines, by the type or by the attribute `is_async` (a judge on a server)."""
+    """Return whether calls return coroutines, by the type or by the attribute `is_async` (a judge on a server)."""
     return getattr(function, "is_async", False) or is_async_callable(function)
 
 

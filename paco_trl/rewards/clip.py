@@ -22,8 +22,8 @@ from .judge import check_list
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
-# PickScores of good images are about 20 to 23. Flow-GRPO and the published PaCo presets divide them by 26, which
-# brings them close to [0, 1]; their reward weights assume this divisor.
+# PickScores of good images are about 20 to 23. Flow-GRPO and the published PaCo presets divide them by 26 to bring
+# them close to [0, 1], and their reward weights assume this divisor.
 PICK_SCORE_DIVISOR = 26.0
 
 
@@ -48,7 +48,7 @@ class ClipEmbedder:
         try:
             with without_zero3_init():
                 self.model = CLIPModel.from_pretrained(model, dtype=dtype or torch.float32, use_safetensors=True)
-        except OSError as error:  # whose message may not name the model
+        except OSError as error:  # its message may not name the model
             raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
         self.model.eval().requires_grad_(False)
         self.processor = CLIPProcessor.from_pretrained(model if processor is None else processor)
@@ -251,7 +251,7 @@ class ClipIReward(ClipIScorer):
     It rewards copies, since it does not know what should stay the same and what should change. On ConsistencyRank,
     PaCo-RL reports an accuracy of .394 for it and .449 for a judge.
 
-    Arguments are those of [`ClipTReward`].
+    The arguments are the same as for [`ClipTReward`].
     """
 
     __name__ = "clip_i"

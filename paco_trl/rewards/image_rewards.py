@@ -30,8 +30,8 @@ EDGE_DIFFERENCE = 0.03
 EDGE_FACTOR = 1.5
 USUAL_PERCENTILE = 85
 
-# Fractions of a line's bands with an edge from which the line starts to count, and from which it is complete. Up to
-# 0.4 occurs by chance; two panels can share a color along part of their border. Extra lines must be clearer to count.
+# A line starts to count when the first fraction of its bands has an edge, and is complete at the second. Up to 0.4
+# occurs by chance; two panels can share a color along part of their border. Extra lines must be clearer to count.
 EXPECTED_LINE = (0.4, 0.8)
 EXTRA_LINE = (0.5, 0.8)
 
@@ -117,7 +117,8 @@ def _expected_lines(profile: np.ndarray, count: int) -> float:
 
 
 def _extra_lines(profile: np.ndarray, count: int) -> float:
-    def faintest(parts: int) -> float:  # of all lines, so that one straight edge in the content costs nothing
+    def faintest(parts: int) -> float:
+        # The strength of the faintest line, so that one straight edge in the content costs nothing
         num_parts = count * parts
         positions = [k / num_parts for k in range(1, num_parts) if k % parts]
         return min(line_strength(profile, position, LINE_TOLERANCE / num_parts, *EXTRA_LINE) for position in positions)
@@ -139,13 +140,13 @@ COLOR_TOLERANCE = 0.04
 # Brightness is equalized up to this factor
 MAX_GAIN = 1.1
 
-# Fraction of the pixels, those with the largest differences, to average: a raised arm is small
+# Fraction of the pixels to average. They have the largest differences: a raised arm is small
 TOP_SHARE = 0.01
 
 
 class DuplicateReward:
     """
-    Penalize panels of a grid that are copies of one another. Combine it with a consistency reward, which on its own is
+    Penalize panels of a grid that are copies of one another. Combine it with a consistency reward: on its own, that is
     highest for identical panels.
 
     A pair of panels scores 1 up to the similarity `threshold` of [`panel_similarity`] and falls linearly to 0 at a

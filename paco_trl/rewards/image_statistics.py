@@ -37,7 +37,7 @@ def measure_image(image: Image.Image) -> tuple[list[float], np.ndarray]:
 
 
 def measure_images(completions: Sequence[Completion]) -> list[tuple[int, tuple[list[float], np.ndarray]]]:
-    """Return the numbers and measurements of the completions whose image is on this process."""
+    """Return the indices and measurements of the completions that have their image on this process."""
     return [
         (completion.index, measure_image(completion.image))
         for completion in completions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges, which answer questions about pairs of images: their protocol, and a judge on an OpenAI-compatible server."""
+"""Judges answer questions about pairs of images: their protocol, and a judge on an OpenAI-compatible server."""
 
 import asyncio
 import functools
@@ -55,9 +55,9 @@ SPACES = " Ġ▁"
 _TEST_RATING = "How alike are the two images? Answer with a whole number from 0 to {scale}, and with nothing else."
 # Control tokens in the chat templates of many models, such as Qwen's. The server's tokenizer is not known here.
 CONTROL_TOKEN = re.compile(r"<\|\w+\|>")
-_MAX_RETRIES = 10_000  # per question: in practice, the time budget ends them
+_MAX_RETRIES = 10_000  # for each question; in practice, the time budget ends before
 _CHECK_SECONDS = 30.0
-# Of an answer in words, as for GEdit-Bench; its temperature if several are sampled is EditScore's
+# Length and temperature of an answer in words. The temperature is EditScore's, for several sampled answers.
 _MAX_WORDS_TOKENS, _WORDS_TEMPERATURE = 1024, 0.7
 
 
@@ -85,7 +85,7 @@ class Answer(NamedTuple, Generic[Score]):
 
 
 class _RequestSpec(NamedTuple, Generic[Score]):
-    """Options of a request, and how its answer is read, and described if that fails."""
+    """Options of a request, and functions that read its answer, or describe an answer that cannot be read."""
 
     options: dict[str, Any]
     read: Callable[["ChatCompletion"], Answer[Score]]
@@ -180,8 +180,8 @@ def yes_probability(
             `yes` and ` Yes` are other tokens.
 
     Returns:
-        `float` or `None`: the score. An answer without any of its tokens has probability 0, which gives 1 or 0. `None`
-        if both have probability 0 (absent, -inf, or vLLM's -9999).
+        `float` or `None`: the score. An answer has probability 0 if all of its tokens are absent or have -inf or
+        vLLM's -9999. The score is then 1 or 0, or `None` if both answers have probability 0.
 
     Example:
 
@@ -204,7 +204,7 @@ def yes_probability(
 
 
 def digits_of(scale: int) -> list[str]:
-    """Return the possible ratings, 0 to `scale`, each of which must be one digit."""
+    """Return the possible ratings, 0 to `scale`. Each must be one digit."""
     if scale not in range(1, 10):
         raise ValueError(f"`scale` is {scale!r}, but must be 1 to 9: the first token cannot tell 1 from 10.")
     return [str(number) for number in range(scale + 1)]
@@ -247,7 +247,7 @@ class ServedJudge:
         model (`str`):
             Name of the model on the server (`--served-model-name` of vLLM, or the name of a LoRA module).
         api_key (`str`, *optional*):
-            API key. Defaults to the environment variable `VLLM_API_KEY`, which vLLM also reads.
+            API key. Defaults to the environment variable `VLLM_API_KEY`, as in vLLM.
         max_concurrency (`int`, *optional*, defaults to `32`):
             Concurrent requests per process.
         timeout (`float`, *optional*, defaults to `60.0`):
@@ -288,13 +288,13 @@ class ServedJudge:
         remedy = "Pass `api_key`, or set VLLM_API_KEY."
         limits = (self.max_concurrency, self.timeout, _MAX_RETRIES)
         self._client = ChatClient(self.base_url, self.model, key, *limits, remedy, JudgeUnavailableError)
-        self.name, self.model_name = self._client.name, public_name(self.model)  # name on cards, without the address
+        self.name, self.model_name = self._client.name, public_name(self.model)  # cards do not show the address
         self._request_slots = asyncio.Semaphore(self.max_concurrency)
         self._model_lock = asyncio.Lock()
         self._logged_reasons: set[str] = set()  # reasons for a missing score that have been logged with an example
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._has_read_model = False
-        # Question it was trained on, if a single one and the server reports its model
+        # The question that the judge was trained on, if it is a single one and the server reports its model
         self.question: str | None = None
 
     def check(self, scale: int | None = None) -> None:
@@ -316,7 +316,7 @@ class ServedJudge:
 
     def score(self, images: list[ImagePair], prompts: str | list[str], symmetric: bool = False) -> list[float | None]:
         """
-        Score pairs of images. Arguments are those of [`~paco_trl.PaCoReward.score`], here and in the other methods.
+        Score pairs of images. The arguments of all methods are the same as in [`~paco_trl.PaCoReward`].
 
         Returns:
             `list[float | None]`: P(Yes) / (P(Yes) + P(No)) of each pair, `None` without an answer. A warning gives the
@@ -348,9 +348,9 @@ class ServedJudge:
         labels: Sequence[str] | None = None,
     ) -> Future[list[Answer[tuple[float, ...]]]]:
         """
-        Let the model answer in words, and read the scores that it writes: of each question, a tuple of `count` numbers
-        from 0 to `best`, from [`~paco_trl.rewards.written_scores.read_scores`]. An answer with a seed is sampled.
-        `labels` are texts before the images.
+        Let the model answer in words, and read the scores that it writes: for each question, a tuple of `count`
+        numbers from 0 to `best`, by [`~paco_trl.rewards.written_scores.read_scores`]. An answer with a seed is
+        sampled. `labels` are texts before the images.
         """
         specs = [_in_words(count, best, seed) for count, seed in zip(counts, seeds, strict=True)]
         return self._client.start(self._query_all(images, prompts, specs, labels))
@@ -371,7 +371,7 @@ class ServedJudge:
         return self._client.run(self._find_patch_size())
 
     def find_question(self) -> str | None:
-        """Return the question that the judge was trained on, if a single one, after asking the server for it."""
+        """Return the question that the judge was trained on, if it is a single one, after asking the server for it."""
         self.find_patch_size()
         return self.question
 
@@ -460,7 +460,7 @@ class ServedJudge:
         prompts = broadcast_questions(prompts, len(groups), CONTROL_TOKEN.findall)
         specs = [specs] * len(groups) if isinstance(specs, _RequestSpec) else specs
         await self._find_patch_size()
-        # Each image is encoded once; errors name the first question about it
+        # Each image is encoded once, and errors name the first question about it
         sources = {
             image_key(image): (image, f"An image of question {index}")
             for index, group in reversed(list(enumerate(groups)))
@@ -583,7 +583,7 @@ def _read_tokens(completion: "ChatCompletion") -> Answer[dict[str, float]]:
     """Read the likeliest first tokens with their log-probabilities, in place of a score."""
     logprobs: dict[str, float] = {}
     for token, logprob in _read_entries(completion):
-        # Tokens may share a text (pieces of a character): keep the likelier one, which comes first
+        # Tokens may share a text (pieces of a character). The likelier one comes first: keep it.
         logprobs.setdefault(token, logprob)
     return Answer(logprobs) if logprobs else Answer(None, "unreadable")
 
@@ -605,13 +605,13 @@ def _read_score(completion: "ChatCompletion") -> Answer[float]:
 
 
 def _first_token(scale: int | None = None) -> _RequestSpec[float]:
-    """Return how to ask for the score, or a rating, of the first token."""
+    """Return the request for a score, or a rating, by the first token."""
     read = _read_score if scale is None else functools.partial(_read_rating, scale=scale)
     return _RequestSpec(_FIRST_TOKENS.options, read, _FIRST_TOKENS.describe)
 
 
 def _in_words(count: int, best: float, seed: int | None = None) -> _RequestSpec[tuple[float, ...]]:
-    """Return how to ask for an answer in words with `count` numbers from 0 to `best`, sampled if there is a seed."""
+    """Return the request for an answer in words with `count` numbers from 0 to `best`, sampled if there is a seed."""
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": _MAX_WORDS_TOKENS}
     options |= {} if seed is None else {"temperature": _WORDS_TEMPERATURE, "seed": seed}
 

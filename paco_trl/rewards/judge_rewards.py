@@ -30,9 +30,9 @@ from .judge import NO_SCORE, Answer, ImageGroup, Judge, ServedJudge, both_orders
 
 logger = logging.getLogger(__name__)
 
-# The paper's limit for source images, also in the judge's training
+# The paper's limit for source images. The judge was trained with it, too.
 _MAX_SOURCE_PIXELS = 2_097_152
-# Packaged rubrics -> the columns and panels they need; their texts are in paco_trl/templates/rubric_*.txt
+# Packaged rubric -> the columns and panels that it needs. The texts are in paco_trl/templates/rubric_*.txt.
 _EDIT_REQUIREMENTS: dict[str, Any] = {"needed_columns": ("image",)}
 RUBRICS = {"instruction": _EDIT_REQUIREMENTS, "unchanged": _EDIT_REQUIREMENTS, "consistency": {"min_panels": 2}}
 
@@ -69,7 +69,8 @@ class JudgedReward:
         else:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
             self._check_judge()  # fails before anything else is loaded
-        self.is_async = hasattr(self.judge, "answer")  # then it is queried while other images are generated
+        # An async judge is queried while other images are generated
+        self.is_async = hasattr(self.judge, "answer")
         self.model_name = getattr(self.judge, "model_name", None)  # name on cards
         self._options = {} if self.scale is None else {"scale": self.scale}
         # Name of the judge's method that answers the questions
@@ -162,7 +163,7 @@ def select_pairs(count: int, max_pairs: int | None, seed: int, prompt: str) -> l
 
 
 def criteria_weights(criteria: Any) -> dict[str, float]:
-    """Weight the questions for a mean over the dimensions of the means over their criteria."""
+    """Weight the questions so that their sum is the mean over dimensions of the mean over each one's criteria."""
     dimensions = [list(texts.values()) for texts in criteria_dict(criteria).values()]
     weights: dict[str, float] = {}
     for texts in dimensions:
@@ -195,8 +196,8 @@ class ConsistencyReward(JudgedReward):
         base_url (`str`, *optional*):
             Address of a server, for example `"http://127.0.0.1:8000/v1"`. A test question is asked immediately.
         question (`str`, *optional*):
-            Question for the judge. If `None`, the one it was trained on, if its `paco_trl.json` records a single
-            question (for a server, the file of the model that it reports); otherwise `"theme"`.
+            Question for the judge. If `None`, the question that it was trained on, if its `paco_trl.json` records a
+            single one (for a server, the file of the model that it reports); otherwise `"theme"`.
 
             - `"theme"`: one question per pair, with the column `theme`. This is the published reward's default; its
               theme is the text before the first panel marker, `parse_image_set_prompt(prompt).theme`.
@@ -295,9 +296,9 @@ class EditReward(JudgedReward):
     - Cost: two forward passes of the judge per image and source.
     - Source and license: see [`ConsistencyReward`].
 
-    The prompt is the instruction. The column `image` has the source; `images` has several, over which the score is
-    averaged (the paper only has one). Sources of more than 2,097,152 pixels, the paper's limit for the judge, are
-    downscaled to it.
+    The prompt is the instruction. The column `image` has the source; `images` has several, and the score is their mean
+    (the paper only has one). Sources of more than 2,097,152 pixels, the paper's limit for the judge, are downscaled to
+    it.
 
     Args:
         model (`str`, `Path` or [`Judge`], *optional*, defaults to `"X-GenGroup/PaCo-Reward-7B"`), base_url (`str`,
@@ -368,12 +369,12 @@ class RubricReward(JudgedReward):
     ([UniWorld-V2](https://huggingface.co/papers/2510.16888)): the mean of the numbers 0 to `scale`, weighted by their
     probabilities at the first token of the answer, divided by `scale`, as the published code does with 0 to 5.
 
-    - Range: [0, 1]. `None` if these numbers have less than half of the probability, which the published code does not
-      check. Models that think first have no rating.
+    - Range: [0, 1]. `None` if these numbers have less than half of the probability; the published code does not check
+      that. Models that think first have no rating.
     - Cost: one forward pass of the judge per image, or per image and source.
 
-    If rows have a source (the column `image`, or several in `images`, over which the rating is averaged), the judge
-    sees the source, at no more than 2,097,152 pixels, followed by the edited image. Otherwise it sees only the
+    If rows have a source (the column `image`, or several in `images`; the rating is then their mean), the judge sees
+    the source, at no more than 2,097,152 pixels, followed by the edited image. Otherwise it sees only the
     generated image, the whole grid in case of a set.
 
     Args:

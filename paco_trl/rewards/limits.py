@@ -25,7 +25,7 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
     for name, count, excludes_if_missing in zip(
         rewards.names, counts, rewards.excludes_if_missing.tolist(), strict=True
     ):
-        # Rounded up, so that one image may fail in a small round
+        # The limit is rounded up, so that one image may fail in a small round
         if excludes_if_missing and count > math.ceil(args.max_reward_failures * len(values)):
             raise RewardError(
                 f"In {where} the required reward '{name}' gave no value (None) for {count} of {len(values)} images, "
@@ -45,7 +45,7 @@ def check_failures(rewards: Rewards, values: torch.Tensor, is_valid: torch.Tenso
 
 
 def check_evaluation_scores(rewards: Rewards, values: torch.Tensor, max_excluded: float) -> None:
-    """Stop if too many images of an evaluation could not be scored, since the mean of the rest would mislead."""
+    """Stop if too many images of an evaluation could not be scored: the mean of the rest would mislead."""
     missing = torch.isnan(values[:, rewards.excludes_if_missing]).any(dim=1)
     if missing.all() or missing.float().mean().item() > max_excluded:
         raise RewardError(

@@ -34,7 +34,7 @@ def make_named_reward(name: str, *args, **kwargs) -> Callable:
     Raises:
         ValueError: There is no reward of this name.
     """
-    from .. import rewards  # whose attributes import their packages
+    from .. import rewards  # its attributes import their packages when they are read
 
     if name not in NAMED_REWARDS:
         raise ValueError(

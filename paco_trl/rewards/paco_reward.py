@@ -89,7 +89,7 @@ class PaCoReward:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Vision-language model, which is set to eval mode.
+            Vision-language model. It is set to eval mode.
         processor ([`~transformers.ProcessorMixin`]):
             Its processor.
         name (`str`, *optional*):
@@ -125,7 +125,8 @@ class PaCoReward:
         self.name: str = name or model.name_or_path
         self.batch_size = batch_size
         self._network = model.get_base_model() if isinstance(model, PeftModel) else model
-        # These encode each image once, and questions share prefixes. Others run in full: same scores, more work.
+        # These models encode each image once, and questions share prefixes. Other models run in full: same scores,
+        # more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
         self.question: str | None = None  # question it was trained on, if a single one
         self.missing_score_reason: str | None = None  # why the last question without a score has none
@@ -149,7 +150,7 @@ class PaCoReward:
         Args:
             model (`str` or `Path`):
                 Hub id or directory of a full model (a merged judge, or any vision-language model), or of a LoRA
-                adapter whose `adapter_config.json` names its base model.
+                adapter with its base model in `adapter_config.json`.
             device (`str` or `torch.device`, *optional*):
                 Defaults to this process's accelerator, or the CPU if there is none.
             dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
@@ -174,7 +175,7 @@ class PaCoReward:
             compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
             config = quantization_config(quantization, compute_dtype)
             kwargs = dict(quantization_config=config, **kwargs)  # raises if both are passed
-        # First, because the tokenizer may lack Yes and No, and the weights have gigabytes
+        # The processor comes first: the tokenizer may lack Yes and No, and the weights have gigabytes
         processor = cls.load_processor(model, trust_remote_code, **kwargs)
         base, base_kwargs, is_adapter = resolve_base_model(model, kwargs)
         # An active ZeRO-3 config would leave the weights empty
@@ -203,7 +204,7 @@ class PaCoReward:
         except (OSError, ValueError) as error:
             if (what := describe_image_model(name, base)) is not None:
                 raise ValueError(f"{name!r} is {what}, no vision-language model, as a judge must be.") from error
-            if isinstance(error, OSError):  # whose message may not name the model
+            if isinstance(error, OSError):  # its message may not name the model
                 raise OSError(f"The judge {model!r} cannot be read. {error}") from error
             raise ValueError(f"{model!r} is no vision-language model, as a judge must be. {error}") from error
         decision_token_ids(processor.tokenizer)
@@ -213,7 +214,7 @@ class PaCoReward:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of sampled weights, which tells judges of the same name apart."""
+        """Return a digest of sampled weights, to tell judges of the same name apart."""
         return weights_fingerprint(self.model)
 
     @property
@@ -355,7 +356,7 @@ class PaCoReward:
                 for image in pair
             ]
             inputs = self._inputs(prompts[start : start + self.batch_size], pair_images)
-            # Overrides the published configs, which sample and penalize repetitions: explanations should match scores
+            # The published configs sample, and penalize repetitions. Override them: explanations should match scores.
             with torch.autocast(self.device.type, enabled=False):
                 output_ids = self.model.generate(
                     **inputs, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0
@@ -426,7 +427,7 @@ class PaCoReward:
         for logprobs, tokens in zip(values.tolist(), ids.tolist(), strict=True):
             row: dict[str, float] = {}
             for logprob, token in zip(logprobs, tokens, strict=True):
-                # Tokens may share a text: keep the likelier one, which comes first
+                # Tokens may share a text. The likelier one comes first: keep it.
                 row.setdefault(self.processor.tokenizer.decode([token]), logprob)
             rows.append(row)
         return rows
@@ -526,7 +527,7 @@ class PaCoReward:
 
 
 def decision_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Look up the token ids of Yes and No, which must be one token each."""
+    """Look up the token ids of Yes and No. Each must be one token."""
     yes, no = (tokenizer.encode(answer, add_special_tokens=False) for answer in ("Yes", "No"))
     if len(yes) != 1 or len(no) != 1:
         raise ValueError(
@@ -550,7 +551,7 @@ def decision_direction(
     head: torch.nn.Module, decision_ids: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return direction `(D,)` and offset that give logit(Yes) - logit(No) from a hidden state, in float32."""
-    # One by one: the host would wait for a list of indices to be copied to the device
+    # Read rows one by one: the host would wait for a list of indices to be copied to the device
     yes, no = (head.weight.detach()[token].float() for token in decision_ids)
     if head.bias is None:
         return yes - no, 0.0
@@ -559,13 +560,13 @@ def decision_direction(
 
 
 def scales_logits(config: PreTrainedConfig) -> str | None:
-    """Return the config entry that scales the logits after the head, if any: [`decision_direction`] would miss it."""
+    """Return the config entry that scales logits after the head, or `None`: [`decision_direction`] would miss it."""
     text_config = config.get_text_config()
     return next((name for name in _LOGIT_SCALES if getattr(text_config, name, None) not in (None, 1, 1.0)), None)
 
 
 def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
-    """Return the base model of an adapter, or the model itself, its loading arguments, and whether it is one."""
+    """Return an adapter's base model, or the model itself; its loading arguments; and whether it was an adapter."""
     check_model_name(model)
     hub_kwargs = hub_arguments(kwargs)
     if find_adapter_config_file(model, **hub_kwargs) is None:
@@ -586,14 +587,14 @@ def read_judge_config(model: str) -> PreTrainedConfig:
     try:
         base = resolve_base_model(model, {})[0]
         return AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:  # whose message may not name the model
+    except (OSError, ValueError) as error:  # its message may not name the model
         if (what := describe_image_model(model, base)) is not None:
             raise OSError(f"The reward model '{model}' is {what}. Pass a vision-language model.") from error
         raise OSError(f"The reward model '{model}' cannot be read. {error}") from error
 
 
 def describe_image_model(model: str, base: str) -> str | None:
-    """Describe a model that generates images, which was passed as a judge; `None` for other models."""
+    """Describe a model that was passed as a judge but generates images; `None` for other models."""
     is_ours = read_record(os.path.join(model, CARD_DATA_FILE)).get("kind") == IMAGE_MODEL
     if not is_ours and not os.path.isfile(os.path.join(base, "model_index.json")):
         return None
@@ -631,7 +632,7 @@ def load_judge_adapter(network: PreTrainedModel, adapter: str, **hub_kwargs) -> 
         config = PeftConfig.from_pretrained(adapter, **hub_kwargs)
         state_dict = load_file(file)
     config.inference_mode = True
-    if not isinstance(config.target_modules, str):  # a list, possibly of full names; a string is a pattern
+    if not isinstance(config.target_modules, str):  # a list, maybe with full names; a string is a pattern
         config.target_modules = set(rename_old_layers(config.target_modules or [], model_type))
     names = rename_old_layers((name.removeprefix(_PEFT_PREFIX) for name in state_dict), model_type)
     weights = dict(zip((_PEFT_PREFIX + name for name in names), state_dict.values(), strict=True))

@@ -30,7 +30,7 @@ def order_for_sharing(images: list[tuple[Hashable, ...]], prompts: list[str]) ->
 
 
 def share_prefixes(model: PreTrainedModel, inputs: dict, images: list[tuple[Hashable, ...]]) -> dict:
-    """Run the language model once per distinct prefix of the rows; return the remaining inputs, with its cache."""
+    """Run the language model once per distinct prefix of the rows; return the remaining inputs, with the cache."""
     ids = inputs["input_ids"]
     mask = inputs["attention_mask"]
     count = len(images[0])

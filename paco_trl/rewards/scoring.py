@@ -29,12 +29,12 @@ from .errors import RewardError
 from .weighting import Rewards
 
 
-# Large enough for batched reward models, and small enough to hide most calls behind generation: 5 of 6 at the paper's
-# settings, where a process generates 96 images
+# Large enough for batched reward models, and small enough to hide most calls behind generation. At the paper's
+# settings a process generates 96 images, and 5 of 6 calls are hidden.
 COMPLETIONS_PER_CALL = 16
 # Concurrent calls of async rewards
 _MAX_ASYNC_CALLS = 16
-# Batches between agreements of the processes to continue: none may stop alone, but each exchange waits for all
+# Batches between agreements of the processes to continue. No process may stop alone, but each exchange waits for all.
 _BATCHES_PER_AGREEMENT = 4
 # Seconds between such agreements while processes wait for rewards
 _SECONDS_PER_AGREEMENT = 1.0
@@ -55,11 +55,11 @@ class LoggedMetrics(NamedTuple):
 class Scores:
     """Scores of a round, indexed by completion, the same on every process."""
 
-    rewards: torch.Tensor  # (completions, rewards), on the CPU, NaN where one could not be computed
+    rewards: torch.Tensor  # (completions, rewards), on the CPU, NaN where a reward is missing
     extra: dict[str, list]  # columns that rewards logged (`log_extra`)
     logged_metrics: list[LoggedMetrics]  # one for each call
-    wait_seconds: float  # time this process waited for rewards after its last image
-    hidden_seconds: float  # time of computing rewards during generation
+    wait_seconds: float  # time that this process waited for rewards after its last image
+    hidden_seconds: float  # time in which rewards were computed during generation
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -129,8 +129,8 @@ class RewardScorer:
     Calls rewards while images are generated.
 
     Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL`
-    completions at a time: which ones share a call does not depend on timing, so that a reward whose rounding depends
-    on its batch gives the same values in a resumed run. Rewards with a parameter `num_generations` compare the
+    completions at a time. Timing does not decide which completions share a call: a reward may round differently in
+    another batch, and would give other values in a resumed run. Rewards with a parameter `num_generations` compare the
     completions of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync
     rewards are also called after generation, while their models are on the accelerator.
     """
@@ -140,14 +140,14 @@ class RewardScorer:
         self.accelerator = accelerator
         self.models = list(models)
         self.executor = CallExecutor(1, "rewards")
-        # Its own stream, since a reward that syncs on the default stream would also wait for generation
+        # Rewards have a stream of their own: a reward that syncs on the default stream would also wait for generation
         self.stream: torch.cuda.Stream | None = None
         self.loop: Any = None
         if any(rewards.is_async):
             _, self.loop, is_ready = start_event_loop_in_daemon(name="PaCoGRPOTrainer-AsyncLoop")
             is_ready.wait()
             abandon_at_exit(self.loop)
-            # The gradient mode is per thread, and calls interleave on it: set it once
+            # The gradient mode belongs to a thread, and calls interleave on it: set it once
             self.loop.call_soon_threadsafe(torch.set_grad_enabled, False)
             # A new thread starts on the first device, not on this process's
             if accelerator.device.type == "cuda":
@@ -260,7 +260,7 @@ class RoundScoring:
         """Cancel calls that have not started, and wait for running ones. After a finished round there are none."""
         for call in self._calls:
             call.values.cancel()
-        # A call may still run: do not move its model off the accelerator, nor save random states, meanwhile
+        # While a call runs, its model must stay on the accelerator, and random states must not be saved
         is_async = self.rewards.is_async
         wait([call.values for call in self._calls if not is_async[call.reward_indices[0]]], _STOP_TIMEOUT)
 

@@ -72,7 +72,7 @@ class Rewards:
         ]
 
     def check_group_size(self, num_generations: int, option: str) -> None:
-        """Reject groups of one completion if a reward compares those of a group."""
+        """Reject groups of one completion if a reward compares the completions of a group."""
         comparing = [name for name, compares in zip(self.names, self.compares_group, strict=True) if compares]
         if comparing and num_generations < 2:
             raise ValueError(
@@ -91,7 +91,7 @@ class Rewards:
         }
 
     def call(self, index: int, **arguments) -> Any:
-        """Call a reward and return its values, or a coroutine of them. Errors become a `RewardError` that names it."""
+        """Call a reward; return its values, or a coroutine that does. Errors become a `RewardError` that names it."""
         if self.is_async[index]:
             return self._call_async(index, arguments)
         with _naming_errors(self.names[index]):
@@ -130,7 +130,7 @@ class Rewards:
 
     def total(self, values: torch.Tensor, num_generations: int | None = None) -> torch.Tensor:
         """Compute the weighted sum that TRL logs as `reward`, whatever the aggregation: taming would make it jump."""
-        # Without groups an optional reward cannot be neutralized, so completions without it have no sum
+        # Without groups, an optional reward cannot be made neutral, so completions without it have no sum
         required = None if num_generations is None else self.required
         return aggregate_rewards(
             values, self.weights, "sum_then_normalize", num_generations=num_generations, required=required
@@ -151,9 +151,9 @@ class Rewards:
                 "std": valid_values.std().item() if len(valid_values) > 1 else None,
                 "failure_rate": torch.isnan(column).float().mean().item(),
                 "ratio": mean / first if first and mean is not None else None,
-                "h": h,  # undefined for a reward with a negative value
+                "h": h,  # `None` for a reward with a negative value
                 "tamed": float(tamed),
-                "share": share,  # undefined where no reward differs within a group
+                "share": share,  # `None` if no reward differs within a group
             }
             metrics |= {f"rewards/{name}/{key}": value for key, value in reward_metrics.items() if value is not None}
         totals = total[~torch.isnan(total)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges that answer in words, with reasons and scores as JSON, such as EditScore: a reward, and for benchmarks."""
+"""A reward and a scorer for benchmarks by judges that answer in words and scores as JSON, such as EditScore."""
 
 import asyncio
 import math
@@ -20,7 +20,10 @@ from .judge_rewards import JudgedReward, sources_of
 
 
 class WordsQuestion(NamedTuple):
-    """A question about the last `images` of a source and an edit, and the names of the scores to be written."""
+    """
+    A question about a source and an edit (2 `images`) or about the edit alone (1), and the names of the scores to be
+    written.
+    """
 
     text: str
     images: int
@@ -40,7 +43,7 @@ class WordsPrompt(NamedTuple):
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """Return the columns without which there is no question."""
+        """Return the columns that every question needs."""
         return () if self.image else ("image",)
 
     def questions(self, num_images: int) -> tuple[WordsQuestion, ...]:
@@ -71,9 +74,9 @@ class WordsPrompt(NamedTuple):
         self, groups: Sequence[ImageGroup], answers: Sequence[Answer[tuple[float, ...]]], num_answers: int
     ) -> list[dict[str, float] | None]:
         """
-        Return the scores of each group by name, from 0 to 1, and `overall`: the geometric mean over the questions of
-        the lowest score of each. They are means over the rounds without an unreadable answer, or `None` if all have
-        one.
+        Return the scores of each group by name, from 0 to 1, and `overall`, the geometric mean of each question's
+        lowest score. All of them are means over the rounds in which every answer could be read. A group without such a
+        round gets `None`.
         """
         remaining = iter(answers)
         ratings: list[dict[str, float] | None] = []
@@ -95,7 +98,7 @@ class WordsPrompt(NamedTuple):
 
 
 def read_words_prompt(prompt: str | Path) -> WordsPrompt:
-    """Read a packaged prompt by its name, or the user's from a YAML file like those."""
+    """Read a packaged prompt by its name, or the user's prompt from a YAML file of the same form."""
     name = str(prompt)
     if name not in WORDS_PROMPTS and not Path(name).expanduser().is_file():
         raise ValueError(f"`prompt` is '{name}', which is neither a file nor one of {', '.join(WORDS_PROMPTS)}.")
@@ -131,8 +134,8 @@ class WordsReward(JudgedReward):
     ([2509.23909](https://huggingface.co/papers/2509.23909)), or any vision-language model with the prompts of VIEScore
     ([2312.14867](https://huggingface.co/papers/2312.14867)) or your own.
 
-    The published formula: sqrt(SC * PQ), where SC is the lowest score for following the prompt (and, of an edit, for
-    leaving the rest as it was), and PQ the lowest of naturalness and absence of artifacts.
+    The published formula: sqrt(SC * PQ). SC is the lowest score for following the prompt (for an edit, also for
+    leaving the rest as it was), PQ the lowest score for naturalness and absence of artifacts.
 
     - Range: [0, 1], the published score (0 to 10) divided by 10. EditScore's judge writes 0 to 25, VIEScore's 0 to 10.
       `None` without a readable answer: there is no repair and no guess, unlike in the published code.
@@ -146,14 +149,14 @@ class WordsReward(JudgedReward):
         model (`str`, `Path` or [`ServedJudge`]):
             Name of the judge on the server, or a judge.
         prompt (`str` or `Path`):
-            `"editscore"` (`"editscore_qwen3"` for EditScore's judges from Qwen3-VL, whose prompt has no labels of
-            images), `"viescore"`, or the path of a YAML file like theirs (`paco_trl/templates/words_viescore.yaml`),
-            with `{prompt}` in its texts.
+            `"editscore"`, `"editscore_qwen3"` (without labels of images, for EditScore's judges from Qwen3-VL),
+            `"viescore"`, or the path of a YAML file like theirs (`paco_trl/templates/words_viescore.yaml`), with
+            `{prompt}` in its texts.
         base_url (`str`, *optional*):
             Address of the server, required with a name. A test question is asked immediately.
         num_answers (`int`, *optional*, defaults to `1`):
             Answers to each question. A single one is the likeliest (temperature 0). Several are sampled, at the
-            published temperature of 0.7, and scores are averaged over those that can be read.
+            published temperature of 0.7, and scores are averaged over the readable answers.
         **kwargs:
             Further arguments of [`ServedJudge`].
 
@@ -220,8 +223,8 @@ class WordsReward(JudgedReward):
 
 class WordsJudge:
     """
-    Scorer for [`~paco_trl.evaluation.evaluate_rankings`]: a judge on a server that answers in words. Arguments are
-    those of [`WordsReward`].
+    Scorer for [`~paco_trl.evaluation.evaluate_rankings`]: a judge on a server that answers in words. The arguments are
+    the same as for [`WordsReward`].
     """
 
     rates = True

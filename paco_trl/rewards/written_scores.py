@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read scores that a model has written as JSON, for rewards and GEdit-Bench: what is not exactly that is `None`."""
+"""Read scores that a model has written as JSON, for rewards and GEdit-Bench. Any other text gives `None`."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def read_scores(text: str, count: int, best: float) -> tuple[float, ...] | None:
 
 
 def score_of(text: str, **options: Any) -> Any:
-    """Return what a JSON object has under `score`, or `None` if the text is not one with that."""
+    """Return the value of `score` in a JSON object, or `None` if the text is no object with this name."""
     try:
         return json.loads(text, **options)["score"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -27,7 +27,7 @@ def score_of(text: str, **options: Any) -> Any:
 
 def valid_scores(scores: Any, best: float) -> list[float] | None:
     """Return a list of numbers from 0 to `best`, or `None` for anything else."""
-    # By type, since a `bool` is an `int`; NaN fails the comparison
+    # Compare types, because a `bool` is an `int`. NaN fails the comparison with 0.
     if not isinstance(scores, list) or not scores:
         return None
     return scores if all(type(score) in (int, float) and 0 <= score <= best for score in scores) else None

@@ -90,7 +90,7 @@ def read_peft_config(
     # AdaLoraConfig is a subclass of LoraConfig
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise TypeError(f"`peft_config` is a {type(config).__name__}; it must be a `peft.LoraConfig`.")
-    # A config from TRL always has TRL's defaults. That of a saved adapter may come from `LoraConfig.from_pretrained`.
+    # A config from TRL always has TRL's defaults. `LoraConfig.from_pretrained` returns a saved adapter's config.
     is_trl = config.task_type == ModelConfig.lora_task_type
     is_trl &= config.lora_dropout in (ModelConfig.lora_dropout, 0)
     if is_trl or saved is not None or config.inference_mode:

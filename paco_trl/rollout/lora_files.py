@@ -91,7 +91,7 @@ def convert_lora(
             "rank_pattern": {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != r},
             "alpha_pattern": {f"^{re.escape(name)}": scale for name, scale in scales.items() if scale != alpha},
         }
-    targets = "|".join(map(re.escape, sorted(ranks)))  # a pattern, which matches whole names
+    targets = "|".join(map(re.escape, sorted(ranks)))  # PEFT matches whole names with a pattern
     prefixed = {f"base_model.model.{name}": weight for name, weight in weights.items()}
     return LoraConfig(target_modules=targets, **settings), prefixed
 
