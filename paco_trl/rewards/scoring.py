@@ -130,7 +130,7 @@ class RewardScorer:
 
     Async rewards get each batch immediately. Sync rewards run on one thread, in order, with `COMPLETIONS_PER_CALL`
     completions at a time. Timing does not decide which completions share a call: a reward may round differently in
-    another batch, and would give other values in a resumed run. Rewards with a parameter `num_generations` compare the
+    another batch, and a resumed run would get other values. Rewards with a parameter `num_generations` compare the
     completions of a group: they get all of them in one call, after generation. With `models` (`offload_rewards`), sync
     rewards are also called after generation, while their models are on the accelerator.
     """
