@@ -68,7 +68,8 @@ class JudgedReward:
             self.judge = PaCoReward.from_pretrained(model, **kwargs)
         else:
             self.judge = ServedJudge(base_url, str(model), **kwargs)
-            self._check_judge()  # fails before anything else is loaded
+            # Ask a test question before anything else is loaded
+            self._check_judge()
         # An async judge is queried while other images are generated
         self.is_async = hasattr(self.judge, "answer")
         self.model_name = getattr(self.judge, "model_name", None)  # name on cards
@@ -397,7 +398,7 @@ class RubricReward(JudgedReward):
     def __init__(
         self, model: str | Path | Judge, rubric: str | Path, base_url: str | None = None, scale: int = 5, **kwargs
     ):
-        digits_of(scale)  # fails before a model is loaded
+        digits_of(scale)  # check the scale before a model is loaded
         self.rubric = read_rubric(rubric).replace("{scale}", str(scale))
         self.scale = scale
         self.__name__ = f"rubric_{Path(rubric).stem}"  # names TRL's metrics, `rewards/rubric_instruction/mean`

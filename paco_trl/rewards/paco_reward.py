@@ -128,7 +128,7 @@ class PaCoReward:
         # These models encode each image once, and questions share prefixes. Other models run in full: same scores,
         # more work.
         self._takes_encoded_images = self._network.config.model_type in _ENCODED_IMAGES
-        self.question: str | None = None  # question it was trained on, if a single one
+        self.question: str | None = None  # question that it was trained on, if it is a single one
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
@@ -576,7 +576,8 @@ def resolve_base_model(model: str, kwargs: dict) -> tuple[str, dict, bool]:
         base = config.base_model_name_or_path and os.fspath(config.base_model_name_or_path)
     if not base:
         raise ValueError(f"{model!r} names no base model. Set `base_model_name_or_path` in its adapter_config.json.")
-    base = next(iter(models_near(model, [base])), base)  # a relative path is one from where the judge was trained
+    # A relative path begins where the judge was trained
+    base = next(iter(models_near(model, [base])), base)
     base_kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     return base, base_kwargs if config.revision is None else {**base_kwargs, "revision": config.revision}, True
 

@@ -372,7 +372,8 @@ class RoundScoring:
             raise_stop(stop, by_all=True)
         texts = [] if error is None else [f"process {self.accelerator.process_index}: {error}"]
         if self.accelerator.num_processes > 1:
-            self.drop()  # before the exchange, for which all processes wait
+            # All processes wait for the exchange: cancel calls first
+            self.drop()
             texts = gather_object(texts)
         if isinstance(error, RewardError):
             raise error
@@ -383,7 +384,8 @@ def move_models_to_cpu(rewards: Iterable[Callable], device: torch.device) -> lis
     """Move the models of sync rewards and their judges to the CPU and return them; leave models on other devices."""
     owners = [getattr(reward, "judge", reward) for reward in rewards if not is_async_reward(reward)]
     models = [model for owner in owners if isinstance(model := getattr(owner, "model", None), nn.Module)]
-    movable = {torch.device("cpu"), torch.empty(0, device=device).device}  # resolves `cuda` to one of several
+    # `cuda` may name one of several devices; a tensor on it has the index
+    movable = {torch.device("cpu"), torch.empty(0, device=device).device}
     models = [model for model in models if {weight.device for weight in model.parameters()} <= movable]
     return [model.to("cpu") for model in dict.fromkeys(models)]  # rewards may share a judge
 

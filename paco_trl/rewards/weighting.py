@@ -171,7 +171,8 @@ def _naming_errors(name: str) -> Iterator[None]:
         yield
     except RewardError:
         raise
-    except (Exception, SystemExit) as error:  # unwrapped, `SystemExit` would only end the thread of an async reward
+    except (Exception, SystemExit) as error:
+        # Unwrapped, `SystemExit` would only end the thread of an async reward
         raise wrap_reward_error(name, error, __file__) from error
 
 
@@ -197,7 +198,8 @@ def _check_values(values, name: str, count: int) -> list[float | None]:
             f"The reward '{name}' returned {len(values)} value(s) for {count} image(s); it must return one each."
         )
     for index, value in enumerate(values):
-        with suppress(TypeError, ValueError, OverflowError):  # raised for what is not a number
+        # Any other value than a number raises one of these errors
+        with suppress(TypeError, ValueError, OverflowError):
             if value is None or math.isfinite(value) and abs(value) <= torch.finfo(torch.float32).max:
                 continue
         raise RewardError(

@@ -23,7 +23,7 @@ from .recording_pipeline import TransformerStep, split_step
 class RoundRow:
     """A row of the dataset in a round: what the images generated from it have in common."""
 
-    index: int  # in the dataset
+    index: int  # row index in the dataset
     prompt_indices: range  # indices of the prompts of its panels among the image prompts of all rows
     size: tuple[int, int]  # height and width of an image in pixels
     round_key: tuple[int, int, int]
@@ -97,7 +97,7 @@ class Completion:
     generation: int
     row: RoundRow
     samples: list[Sample] = field(default_factory=list)
-    panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are here
+    panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are generated
     image: Any = None  # PIL image, or `None` before all panels are generated and after the round's callbacks
 
     @property
@@ -121,7 +121,7 @@ class Batch:
     """Samples that are generated and trained together, with the steps at which they are trained."""
 
     samples: list[Sample]
-    steps: list[TransformerStep] = field(default_factory=list)  # at which they are trained
+    steps: list[TransformerStep] = field(default_factory=list)  # steps at which the samples are trained
 
     @property
     def groups(self) -> set[int]:

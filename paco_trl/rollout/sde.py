@@ -177,7 +177,7 @@ def _noise_like(mean: torch.Tensor, generator: torch.Generator | list[torch.Gene
     if not isinstance(generator, list):
         device = mean.device if generator is None else generator.device
         return torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32).to(mean.device)
-    if len(generator) != len(mean):  # one alone would broadcast
+    if len(generator) != len(mean):  # the noise of a single generator would broadcast
         raise ValueError(f"Got {len(generator)} generators for a batch of {len(mean)} images; pass one for each.")
     noise = [torch.randn(mean.shape[1:], generator=g, device=g.device, dtype=torch.float32) for g in generator]
     return to_device(torch.stack(noise), mean.device)  # (B, ...)
@@ -276,7 +276,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
                     f"that SDE steps replace. Load it with `{option}=False`."
                 )
         new = cls.from_config(scheduler.config)
-        new.set_shift(scheduler.shift)  # may have been set after construction
+        new.set_shift(scheduler.shift)  # a pipeline may set the shift after construction
         return new
 
     @contextmanager
