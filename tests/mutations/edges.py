@@ -635,7 +635,10 @@ DATA = [
     *_mutants(
         "data/columns.py",
         "test_data.py",
-        ("                if text is not None:\n                    result", "                if True:\n                    result"),
+        (
+            "                if text is not None:\n                    result",
+            "                if True:\n                    result",
+        ),
     ),
     *_mutants(
         "data/grids.py",
