@@ -22,7 +22,7 @@ import config_options
 from launching import CONFIGS, ROOT
 from paco_trl import PaCoGRPOConfig, __version__
 from paco_trl.checkpointing.checkpoints import CheckpointError
-from paco_trl.commands import build_arguments, doctor, env, evaluate_arguments, main
+from paco_trl.commands import build_arguments, config_files, doctor, env, evaluate_arguments, launching, main, messages
 from paco_trl.commands import parser as parser_module
 from paco_trl.commands.grpo import ImageCommandParser
 from paco_trl.commands.options import find_unused, option
@@ -495,14 +495,14 @@ class TestErrors:
     )
     def test_options_are_those_of_a_command_line(self, error, expected, capsys, monkeypatch):
         monkeypatch.delenv("PACO_TRL_TRACEBACK", raising=False)
-        assert main.format_as_flags(error) == expected
+        assert messages.format_as_flags(error) == expected
         if isinstance(error, OptionError):
             with pytest.raises(OptionError) as refused:
                 raise_errors([error, OptionError(*error.args), OptionError("`d` is 2.", "d")])
-            assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in main.format_as_flags(
+            assert str(refused.value).startswith("2 problems:") and "`--d` is 2." in messages.format_as_flags(
                 refused.value
             )
-            assert expected in main.format_as_flags(refused.value)
+            assert expected in messages.format_as_flags(refused.value)
 
     @pytest.mark.parametrize(
         ("line", "is_ours"),
@@ -542,7 +542,7 @@ class TestErrors:
         unavailable = JudgeUnavailableError("no judge")
         for run, token in (
             (lambda: CommandParser(Arguments).parse_args_and_config(["--max_steps", "many"]), "--max_steps"),
-            (lambda: main.find_yaml("config", "flux", "recipes"), "'flux'"),
+            (lambda: config_files.find_yaml("config", "flux", "recipes"), "'flux'"),
             (lambda: open("missing.txt"), "missing.txt"),
             (lambda: fail(CheckpointError("the disk is full")), "the disk is full"),
             (lambda: fail(SafetensorError("No space left")), "No space left"),
@@ -617,7 +617,7 @@ class TestErrors:
         waited = []
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(main.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
-        assert main.run_command("grpo", lambda: main.find_yaml("config", "late", "recipes")) == 1
+        assert main.run_command("grpo", lambda: config_files.find_yaml("config", "late", "recipes")) == 1
         assert waited == [(60.0, "")] and "'late'" in capsys.readouterr().err
 
     @pytest.mark.parametrize("save_steps", [1, 100])
@@ -749,7 +749,7 @@ def test_deepspeed_is_missing(monkeypatch, capsys, tmp_path):
     (tmp_path / "ds.json").write_text("{}")
     words = {"--accelerate_config": "zero3", "--deepspeed": str(tmp_path / "ds.json")}
     assert main.main(["grpo", "--accelerate_config", "zero3", *DATA]) == 0
-    for module in (main, config_checks):
+    for module in (launching, config_checks):
         monkeypatch.setattr(module, "find_spec", lambda package: None if package == "deepspeed" else package)
     for name, value in words.items():
         os.environ.pop("PACO_TRL_IS_LAUNCHED", None)

@@ -20,7 +20,7 @@ from PIL import Image
 
 from hub_server import HubServer
 from paco_trl.commands import build_arguments, evaluate_arguments, evaluate_judge, reward, script_arguments
-from paco_trl.commands.main import read_config
+from paco_trl.commands.config_files import read_config
 from paco_trl.data import (
     SourceImages,
     check_edit_columns,

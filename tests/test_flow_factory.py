@@ -7,9 +7,9 @@ import sys
 import pytest
 import yaml
 
+from paco_trl.commands.config_files import read_config
 from paco_trl.commands.flow_factory import describe, is_flow_factory
 from paco_trl.commands.grpo import ImageCommandParser
-from paco_trl.commands.main import read_config
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.utils.errors import OptionError
 

@@ -2,7 +2,6 @@
 """Stages of `paco-trl build`, see `build_arguments.py`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,12 +258,3 @@ def publish(args: arguments.PublishArguments) -> None:
         generator=grids.settings["model"],
     )
     Console().print(f"The dataset is at {escape(url)}.")
-
-
-def run_stage(stage: str, args: Any) -> None:
-    """Run a stage."""
-    stages: dict[str, Callable] = {
-        "prompts": make_prompts, "grids": make_grids, "panels": make_panels, "annotate": annotate, "rank": rank,
-        "pairs": make_pairs, "reasons": make_reasons, "publish": publish,
-    }  # fmt: skip
-    stages[stage](args)

@@ -264,14 +264,14 @@ class PublishArguments(BuildArguments):
 
 
 STAGES = {
-    "prompts": PromptsArguments,
-    "grids": GridsArguments,
-    "panels": PanelsArguments,
-    "annotate": AnnotateArguments,
-    "rank": RankArguments,
-    "pairs": PairsArguments,
-    "reasons": ReasonsArguments,
-    "publish": PublishArguments,
+    "prompts": (PromptsArguments, "build:make_prompts"),
+    "grids": (GridsArguments, "build:make_grids"),
+    "panels": (PanelsArguments, "build:make_panels"),
+    "annotate": (AnnotateArguments, "build:annotate"),
+    "rank": (RankArguments, "build:rank"),
+    "pairs": (PairsArguments, "build:make_pairs"),
+    "reasons": (ReasonsArguments, "build:make_reasons"),
+    "publish": (PublishArguments, "build:publish"),
 }
 
 

@@ -64,7 +64,7 @@ from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
 from .env import VERSIONS, get_version, newer_than_tested
-from .main import format_as_flags
+from .messages import format_as_flags
 from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (

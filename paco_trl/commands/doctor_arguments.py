@@ -73,4 +73,4 @@ def main(arguments: list[str]) -> int:
             f"it got {command!r}, but the first argument must be the command to check: grpo, nft or reward."
         )
     parser_for(command).read(argv)  # fails early, before a model is read
-    return import_function("doctor", "diagnose")(command, argv)
+    return import_function("doctor:diagnose")(command, argv)

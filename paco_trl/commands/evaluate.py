@@ -40,14 +40,17 @@ from ..utils.names import public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.stage_folder import StageFolder
 from . import evaluate_arguments as arguments
-from .evaluate_judge import evaluate
-from .evaluate_prompts import evaluate_prompts
 from .options import find_unused
 
 
 _SYSTEM_FILE = "system.json"  # records the directory of images from elsewhere
 
 Job = Callable[[], None]  # the work of a stage, once its checks have passed
+
+
+def start_processes() -> None:
+    """Form the group of processes. Without an accelerator, they only do so if told to use the CPU."""
+    PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _load_benchmark(args) -> Dataset:
@@ -284,6 +287,7 @@ def prepare_report(args: arguments.ReportArguments) -> Job:
 
 def evaluate_images(args: arguments.ImagesArguments) -> None:
     """Generate, score and report the base model and the adapter, without repeating finished work."""
+    start_processes()
     spec = args.read_loading_spec()
     if args.benchmark == "t2is":
         _load_as_trained(args, spec)  # the base model gets the adapter's settings
@@ -325,21 +329,18 @@ def evaluate_images(args: arguments.ImagesArguments) -> None:
 
 def generate_images(args: arguments.GenerateArguments) -> None:
     """Generate the images of the system in the options."""
+    start_processes()
     with ExitStack() as locks:
         prepare_generation(args, locks)()
 
 
-def run_stage(stage: str, args: Any) -> None:
-    """Run a stage."""
-    if stage != "judge":
-        # Without an accelerator, processes only form a group if told to use the CPU
-        PartialState(cpu=not torch.accelerator.is_available())
-    stages: dict[str, Callable] = {
-        "prompts": evaluate_prompts,
-        "images": evaluate_images,
-        "generate": generate_images,
-        "score": lambda args: prepare_scoring(args)(),
-        "report": lambda args: prepare_report(args)(),
-        "judge": evaluate,
-    }
-    stages[stage](args)
+def score_images(args: arguments.ScoreArguments) -> None:
+    """Score the images of the system in the options."""
+    start_processes()
+    prepare_scoring(args)()
+
+
+def report_images(args: arguments.ReportArguments) -> None:
+    """Report the systems in the options."""
+    start_processes()
+    prepare_report(args)()

@@ -386,12 +386,12 @@ class JudgeArguments(JudgeOptions):
 
 
 STAGES = {
-    "prompts": PromptsArguments,
-    "images": ImagesArguments,
-    "generate": GenerateArguments,
-    "score": ScoreArguments,
-    "report": ReportArguments,
-    "judge": JudgeArguments,
+    "prompts": (PromptsArguments, "evaluate_prompts:evaluate_prompts"),
+    "images": (ImagesArguments, "evaluate:evaluate_images"),
+    "generate": (GenerateArguments, "evaluate:generate_images"),
+    "score": (ScoreArguments, "evaluate:score_images"),
+    "report": (ReportArguments, "evaluate:report_images"),
+    "judge": (JudgeArguments, "evaluate_judge:evaluate"),
 }
 
 

@@ -39,8 +39,9 @@ from ..utils.names import OtherBaseError, public_name
 from ..utils.option_checks import check_panel_options
 from ..utils.placement import placed_on
 from ..utils.stage_folder import StageFolder
+from .evaluate import start_processes
 from .evaluate_arguments import PromptsArguments
-from .main import print_message
+from .messages import print_message
 from .options import config_options, find_unused
 from .script_arguments import (
     PromptDataArguments,
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 def evaluate_prompts(args: PromptsArguments) -> None:
     """Generate, score, and write a page per adapter. Interrupted evaluations resume."""
+    start_processes()
     base, *adapter_specs = _read_systems(args)
     script_args, rows, settings = _read_rows(args, base)
     leaks = [None, *(find_leak(spec, rows) for spec in adapter_specs)]

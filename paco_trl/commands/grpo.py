@@ -18,7 +18,7 @@ from ..hub.files import PIPELINE_ADAPTER, TRANSFORMER
 from ..trainer.config_checks import GRPO_LOSSES, UNUSED_FIELDS
 from ..utils.model_files import check_generates, split_adapter
 from ..utils.option_checks import uses_fsdp
-from .main import print_message
+from .messages import print_message
 from .options import config_options
 from .parser import CommandParser
 from .script_arguments import (

@@ -27,7 +27,7 @@ from ..utils.files import new_folder
 from ..utils.model_files import find_model_file, models_near, peft_folder
 from ..utils.names import check_adapter_base
 from ..utils.text import read_json
-from .main import print_message
+from .messages import print_message
 from .model_arguments import MergeArguments
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..utils.errors import OptionError
 from ..utils.names import repository
 from ..utils.option_checks import DTYPES
-from .main import print_message
+from .messages import print_message
 from .options import option
 from .parser import CommandParser
 from .script_arguments import check_names
@@ -108,7 +108,7 @@ def _parse(cls: type, command: str, argv: list[str], **kwargs) -> Any:
 def main_push(arguments: list[str]) -> int:
     """Run `paco-trl push`."""
     args = _parse(PushArguments, "push", arguments, positional="folder")
-    sys.stdout.write(f"{import_function('push', 'push')(args)}\n")
+    sys.stdout.write(f"{import_function('push:push')(args)}\n")
     return 0
 
 
@@ -117,7 +117,7 @@ def main_merge(arguments: list[str]) -> int:
     usage = "paco-trl merge ADAPTER --output_dir DIRECTORY [options]"
     text = "Merges a LoRA adapter into the weights of its base model, on the CPU."
     args = _parse(MergeArguments, "merge", arguments, positional="adapter", usage=usage, description=text)
-    import_function("merge", "merge")(args)
+    import_function("merge:merge")(args)
     sys.stdout.write(f"Merged weights, and a README.md that shows how to load them: {args.output_dir}\n")
     return 0
 
@@ -125,7 +125,7 @@ def main_merge(arguments: list[str]) -> int:
 def main_space(arguments: list[str]) -> int:
     """Run `paco-trl space`."""
     args = _parse(SpaceArguments, "space", arguments, positional="adapter")
-    folder = import_function("space", "write_space")(args)
+    folder = import_function("space:write_space")(args)
     sys.stdout.write(f"{folder}\n")
     if args.launch:
         runpy.run_path(str(folder / "app.py"), run_name="__main__")
@@ -143,4 +143,4 @@ def main_serve(arguments: list[str]) -> None:
     text = "Starts vLLM for a judge, in place of this process."
     args = _parse(ServeArguments, "serve", arguments[:separator], usage=usage, description=text)
     args.vllm_args += arguments[separator + 1 :]  # after the file's, since vLLM uses the last of repeated options
-    import_function("serve", "serve")(args)
+    import_function("serve:serve")(args)

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 from ..trainer.config_checks import GRPO_LOSSES, NFT_LOSSES, grpo_config_errors, reward_config_errors, size_errors
 from ..utils.errors import OptionError, raise_errors
 from ..utils.files import file_on_path
-from .main import launch, print_message, read_config
+from .config_files import read_config
+from .launching import launch
+from .messages import print_message
 from .options import OptionSources, config_options, declared_options
 
 

@@ -14,7 +14,7 @@ from ..hub.pushing import HubPusher, load_push_target, reset_push_dir
 from ..hub.repositories import check_token, prepare_repo
 from ..utils.errors import OptionError
 from ..utils.model_files import CARD_DATA_FILE
-from .main import print_message
+from .messages import print_message
 from .model_arguments import PushArguments
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from ..utils.addresses import is_loopback
 from ..utils.errors import OptionError
 from ..utils.model_files import find_adapter_file
-from .main import print_message
+from .messages import print_message
 from .model_arguments import ServeArguments
 
 

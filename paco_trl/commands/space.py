@@ -23,7 +23,7 @@ from ..utils.files import new_folder, write_atomically
 from ..utils.model_files import CARD_DATA_FILE, find_model_file
 from ..utils.names import check_model_name, is_local, public_name, repository
 from .env import get_version
-from .main import print_message
+from .messages import print_message
 from .model_arguments import SpaceArguments
 
 

@@ -10,22 +10,27 @@ from ..utils.errors import OptionError
 from .parser import CommandParser
 
 
-def import_function(module: str, function: str) -> Callable:
-    """Import the function that does a command's work, after its options are parsed, since that takes seconds."""
+def import_function(name: str) -> Callable:
+    """Import a function, `module:function`, that does a command's work. It takes seconds: parse the options first."""
+    module, _, function = name.partition(":")
     return getattr(import_module(f"..{module}", __name__), function)
 
 
 def run_stage(
     words: list[str],
-    stages: Mapping[str, type],
+    stages: Mapping[str, tuple[type, str]],
     command: str,
     text: str | None,
     check: Callable[..., Iterable[OptionError]],
     positional: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the stage that the first word names, with the options behind it, by `run_stage` of the command's module."""
+    """
+    Run the stage that the first word names, with the options behind it.
+
+    `stages` maps its name to the class of its options and its function, `module:function`.
+    """
     if not words or words[0] in ("-h", "--help"):
-        lines = [f"  {name:<9} {arguments.__doc__}" for name, arguments in stages.items()]
+        lines = [f"  {name:<9} {arguments.__doc__}" for name, (arguments, _) in stages.items()]
         sys.stdout.write("\n".join([(text or "").strip(), "", "Stages:", *lines, ""]))
         return 0
     stage, *words = words
@@ -34,7 +39,8 @@ def run_stage(
         raise OptionError(f"There is no stage {stage!r}.{near} It must be one of: {', '.join(stages)}.")
     named = (positional or {}).get(stage)
     program = f"paco-trl {command} {stage}"
-    parser = CommandParser(stages[stage], positional=named, is_launched=True, check=check, prog=program)
+    arguments, function = stages[stage]
+    parser = CommandParser(arguments, positional=named, is_launched=True, check=check, prog=program)
     (args,) = parser.parse_args_and_config(words)
-    import_function(command, "run_stage")(stage, args)
+    import_function(function)(args)
     return 0

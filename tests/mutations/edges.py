@@ -395,7 +395,7 @@ TRAINING = [
         ("(Path(folder), *Path(folder).parents) if", "(Path(folder),) if"),
     ),
     *_mutants(
-        "commands/main.py",
+        "commands/config_files.py",
         "test_flow_factory.py::test_what_it_writes_is_a_file_of_this_package",
         (r"[eE][-+]\d+$", r"[eE][-+]?\d+$"),
     ),
