@@ -144,6 +144,11 @@ class TestRefusedFields:
         # Twin: TRL's default passes when it is set
         make_config(**{name: default_of(FIELDS[name])})
 
+    def test_saving_the_best_needs_an_evaluation(self, make_config):
+        with pytest.raises(ValueError, match="`save_strategy` is 'best', but `eval_strategy` is 'no'"):
+            make_config(save_strategy="best")
+        make_config(save_strategy="best", eval_strategy="steps", eval_steps=2)
+
     def test_refused_on_the_command_line_too(self, parse):
         with pytest.raises(ValueError, match="`temperature`.*`noise_level`"):
             parse("--temperature", "0.7")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, Features, LargeList, Value
 from datasets import Image as HFImage
+from huggingface_hub import constants
 from PIL import Image
 
 from hub_server import HubServer
@@ -37,6 +38,7 @@ from paco_trl.data import (
 )
 from paco_trl.data.dataset_files import load_split
 from paco_trl.data.image_sets import complete_image_sets
+from paco_trl.data.paco_dataset import load_paco_dataset
 from paco_trl.data.stories import load_stories
 from paco_trl.evaluation import save_report
 from paco_trl.rewards.judge_rewards import read_rubric
@@ -692,3 +694,11 @@ class TestSplitsAndConfigurations:
         with_dataset = [{field.name for field in fields(each)} for each in classes]
         assert sum("dataset_name" in names for names in with_dataset) > 5
         assert all("dataset_config" in names for names in with_dataset if "dataset_name" in names)
+
+
+def test_a_dataset_that_is_neither_here_nor_on_the_hub(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConnectionError, match="The Hub cannot be reached for the dataset user/missing, which is not in"
+    ):
+        load_paco_dataset("user/missing")

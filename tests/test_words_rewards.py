@@ -15,7 +15,7 @@ from chat_server import ChatServer, answer
 from judge_server import LoopClock, pictures_of
 from paco_trl.commands import evaluate_judge, grpo
 from paco_trl.commands.evaluate_arguments import main as evaluate_main
-from paco_trl.commands.script_arguments import ScriptArguments, check_judged, find_judges, load_rewards
+from paco_trl.commands.script_arguments import ScriptArguments, check_reward_columns, find_judges, load_rewards
 from paco_trl.data.columns import typed_dataset
 from paco_trl.image_benchmarks.gedit_protocols import read_answer
 from paco_trl.rewards import JudgeUnavailableError, RubricReward, WordsReward
@@ -373,8 +373,8 @@ class TestCommandLine:
         dataset = typed_dataset([("A fox.",)], prompt="string")
         arguments = ScriptArguments(rewards=["words:editscore"], judge_url=server.url)
         with pytest.raises(ValueError, match="'words:editscore'.*`image`"):
-            check_judged(arguments, dataset)
-        check_judged(ScriptArguments(rewards=["words:viescore"], judge_url=server.url), dataset)
+            check_reward_columns(arguments, dataset)
+        check_reward_columns(ScriptArguments(rewards=["words:viescore"], judge_url=server.url), dataset)
 
 
 class TestEvaluateJudge:

@@ -117,7 +117,7 @@ def plan(words: list[str], report: Path) -> None:
 
 def count_operations(run: Any) -> dict[str, Any]:
     """Count the TFLOP of a forward without the adapter, on tensors without data, and compute them from its tokens."""
-    pipeline = run.pipeline
+    pipeline = run.planned
     calls, model = pipeline.transformer_calls(1, run.image), pipeline.model
     fake_weights(model, pipeline.mode)
     with pipeline.mode, pipeline.training_precision(), torch.no_grad(), FlopCounterMode(display=False) as counter:

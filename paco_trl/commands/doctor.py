@@ -69,7 +69,7 @@ from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (
     ScriptArguments,
-    check_judged,
+    check_reward_columns,
     check_rewards,
     find_judges,
     fit_panel_options,
@@ -139,7 +139,8 @@ class DoctorState:
 
 def _require(value: _T | None) -> _T:
     """Return a value of the state that an earlier check has set, which `CHECKS` requires."""
-    assert value is not None
+    if value is None:
+        raise RuntimeError("A check of the doctor ran before one that it requires.")
     return value
 
 
@@ -295,7 +296,7 @@ def check_rewards_load(state: DoctorState) -> Row | str:
     args, script_args = state.args, state.script_args
     check_rewards(script_args)
     if state.train_dataset is not None:
-        check_judged(script_args, state.train_dataset)
+        check_reward_columns(script_args, state.train_dataset)
     if state.rows is not None:
         for function in user_functions([*script_args.rewards, *(script_args.eval_rewards or ())]):
             _try_reward(Rewards([function]), state.rows[0], args)

@@ -47,7 +47,7 @@ from .script_arguments import (
     PromptDataArguments,
     RewardOptions,
     ScriptArguments,
-    check_judged,
+    check_reward_columns,
     check_sizes,
     find_unused_edit_options,
     load_rewards,
@@ -66,7 +66,7 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     leaks = [None, *(find_leak(spec, rows) for spec in adapter_specs)]
     for leak in filter(None, leaks):
         logger.warning(f"{leak} Evaluate on others, or train without these (`paco-trl grpo --dataset_split`).")
-    check_judged(script_args, rows.dataset)
+    check_reward_columns(script_args, rows.dataset)
     rewards = Rewards(load_rewards(script_args))
     rewards.check_group_size(args.num_generations, "num_generations")
     check_columns(rewards.functions, rows.dataset, "the dataset")
@@ -173,8 +173,8 @@ def _read_systems(args: PromptsArguments) -> list[PipelineSpec]:
         others = [read_adapter(adapter, first_spec.model, **options) for adapter in adapters[1:]]
     except OtherBaseError as error:
         raise ValueError(
-            f"Adapters must have the same base model, here '{first_spec.model}', but one has another. Evaluate them "
-            "separately."
+            f"The base model of '{adapters[0]}' is '{first_spec.model}', and another adapter has another. {error} "
+            "Otherwise evaluate them separately."
         ) from error
     adapter_specs = [first_spec, *others] if adapters else []
     systems = [

@@ -23,9 +23,9 @@ from .options import config_options
 from .parser import CommandParser
 from .script_arguments import (
     ScriptArguments,
-    check_judged,
     check_models,
     check_options,
+    check_reward_columns,
     check_rewards,
     fit_panel_options,
     fit_reward_options,
@@ -117,7 +117,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
     eval_dataset = load_eval_prompts(script_args)
     fit_panel_options(script_args, training_args, train_dataset, eval_dataset)
 
-    check_judged(script_args, train_dataset)
+    check_reward_columns(script_args, train_dataset)
     check_models(script_args, training_args)
     peft_config = get_peft_config(script_args, training_args.model_init_kwargs)
     reward_funcs = load_rewards(script_args)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from .. import rewards
 from ..rewards.errors import wrap_reward_error
@@ -399,33 +399,35 @@ def has_model(name: str) -> bool:
     return not _is_user_reward(name) or isinstance(find_user_reward(name), type)
 
 
-def _load_named_reward(name: str, script_args: ScriptArguments) -> Callable:
-    """Load a reward of the package with the options for the model that it has."""
-    model = NAMED_REWARDS[name].model
-    if model == "clip":
-        return make_named_reward(name, script_args.clip_model)
-    if model != "judge":
-        return make_named_reward(name)
-    url = script_args.judge_url
-    options: dict[str, Any] = judge_options(script_args, url)
-    if name == "consistency":
-        options |= {"question": script_args.judge_question, "max_pairs": script_args.judge_max_pairs}
-    return make_named_reward(name, script_args.judge_model, url, **options)
+class _Judge(NamedTuple):
+    """Judge of rewards: a name and how to load it, or the judge that another reward has loaded."""
+
+    judge: Any
+    url: str | None = None
+    options: dict[str, Any] = {}
 
 
-def load_reward(name: str, script_args: ScriptArguments) -> Callable:
-    """Load a reward by its name on the command line."""
+def _load_judged_reward(name: str, script_args: ScriptArguments, loading: _Judge) -> Callable:
+    """Load a reward that asks a judge."""
+    judge, url, options = loading
     if name.startswith(_RUBRIC):
-        url = script_args.judge_url
-        options = judge_options(script_args, url)
-        return rewards.RubricReward(script_args.judge_model, name.removeprefix(_RUBRIC), url, **options)
+        return rewards.RubricReward(judge, name.removeprefix(_RUBRIC), url, **options)
     if name.startswith(WORDS):
-        judge = script_args.judge_model
+        return rewards.WordsReward(judge, name.removeprefix(WORDS), url, script_args.judge_answers)
+    if name == "consistency":
+        options = options | {"question": script_args.judge_question, "max_pairs": script_args.judge_max_pairs}
+    return make_named_reward(name, judge, url, **options)
+
+
+def load_reward(name: str, script_args: ScriptArguments, judge: Any = None) -> Callable:
+    """Load a reward by its name on the command line, with a judge that is loaded already, if it has one."""
+    if name in _with_judge([name]):
         url = script_args.judge_url
-        num_answers = script_args.judge_answers
-        return rewards.WordsReward(judge, name.removeprefix(WORDS), url, num_answers)
+        loading = _Judge(judge) if judge else _Judge(script_args.judge_model, url, judge_options(script_args, url))
+        return _load_judged_reward(name, script_args, loading)
     if name in NAMED_REWARDS:
-        return _load_named_reward(name, script_args)
+        models = (script_args.clip_model,) if NAMED_REWARDS[name].model == "clip" else ()
+        return make_named_reward(name, *models)
     reward = find_user_reward(name)
     try:
         return reward() if isinstance(reward, type) else reward
@@ -496,7 +498,7 @@ def _default_named(script_args: ScriptArguments) -> Iterator[None]:
         raise (OSError if isinstance(error, OSError) else ValueError)(message) from error
 
 
-def check_judged(script_args: ScriptArguments, dataset: "Dataset") -> None:
+def check_reward_columns(script_args: ScriptArguments, dataset: "Dataset") -> None:
     """Check that the prompts have the columns that judges and the user's functions need, before models are loaded."""
     from ..rewards.checks import check_columns
     from ..rewards.judge_rewards import RUBRICS
@@ -524,10 +526,8 @@ def _load_all(loaded: dict[str, Any], names: list[str], script_args: ScriptArgum
     """Load the rewards that are not in `loaded`, and return all; rewards with a judge share it."""
     loaded = {**loaded}
     for name in [name for name in names if name not in loaded]:
-        if judge := next((loaded[judged].judge for judged in _with_judge(loaded)), None):
-            no_options: dict = dict(judge_url=None, judge_quantization=None, judge_attn_implementation=None)
-            script_args = replace(script_args, judge_model=judge, **no_options)
-        loaded[name] = load_reward(name, script_args)
+        judge = next((loaded[judged].judge for judged in _with_judge(loaded)), None)
+        loaded[name] = load_reward(name, script_args, judge)
     return loaded
 
 

@@ -15,6 +15,7 @@ from datasets import Dataset, Json, concatenate_datasets
 from datasets.data_files import EmptyDatasetError
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ..utils.data_names import DEMO, PARQUET, TEXT_DATA, check_dataset_name, data_ending
 from ..utils.names import is_local
@@ -46,7 +47,13 @@ def find_dataset_folder(path: str | Path, patterns: list[str]) -> Path:
         return folder.absolute()
     if isinstance(path, Path) or is_local(path):
         raise FileNotFoundError(f"There is no directory {str(path)!r}. Check the path, or pass a Hub id.")
-    return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(path, repo_type="dataset", allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise ConnectionError(
+            f"The Hub cannot be reached for the dataset {path}, which is not in the cache. Pass a directory, or download "
+            "it once: the cache needs no network then."
+        ) from error
 
 
 def load_split(

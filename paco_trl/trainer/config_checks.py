@@ -430,6 +430,12 @@ def _number_errors(args: SimpleNamespace) -> Iterator[OptionError]:
 
 def _saving_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     strategies = [str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy)]
+    if strategies[0] == "best" and strategies[1] == "no" and not args.eval_on_start:
+        yield OptionError(
+            "`save_strategy` is 'best', but `eval_strategy` is 'no': without an evaluation nothing is saved before the "
+            "end. Set `eval_strategy`, or another `save_strategy`.",
+            "save_strategy", "eval_strategy",
+        )  # fmt: skip
     if args.load_best_model_at_end and strategies[0] not in ("best", strategies[1]):
         yield OptionError(
             f"`save_strategy` is '{strategies[0]}', but `load_best_model_at_end` requires that of `eval_strategy`, "
