@@ -316,7 +316,7 @@ def rotate_checkpoints(output_dir: str, limit: int | None, best: str | None) -> 
     complete = [checkpoint for checkpoint in checkpoints if not incomplete_files(checkpoint)]
     if not limit or not complete:
         return
-    # If the run was resumed from an earlier checkpoint, those of later steps are left from before, so they go first.
+    # If the run was resumed from an earlier checkpoint, checkpoints of later steps are older, so they go first.
     # File times only tell which one is newest, since a copied run has other times
     newest = max(complete, key=lambda checkpoint: checkpoint.stat().st_mtime)
     protected = [newest, *(checkpoint for checkpoint in complete if best is not None and checkpoint == Path(best))]

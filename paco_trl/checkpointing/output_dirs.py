@@ -83,7 +83,7 @@ def check_no_checkpoints(output_dir: str | Path, resumed_checkpoint: Path | None
 
 
 def check_no_model(output_dir: str | Path) -> None:
-    """Reject a run that would overwrite the model of an earlier one, of which no checkpoint is left."""
+    """Reject a run that would overwrite the model of an earlier one, if no checkpoint of it is left."""
     if find_published_patterns(output_dir) is not None and all(map(incomplete_files, list_checkpoints(output_dir))):
         raise OptionError(
             f"`output_dir`, '{output_dir}', has the model of an earlier run. Overwrite it with "

@@ -47,7 +47,7 @@ def read_yaml(option: str, name: str, path: str | Path, loader: type[yaml.SafeLo
     """Read the file of an option."""
     try:
         return yaml.load(read_text(path), loader)
-    except yaml.YAMLError as error:  # which was read as a text, and has no name
+    except yaml.YAMLError as error:  # YAML read a text, so the error has no file name
         reason = str(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
             reason = f"line {error.problem_mark.line + 1}: {error.problem}"

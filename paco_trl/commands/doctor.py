@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import psutil  # which accelerate requires
+import psutil  # accelerate requires it
 import torch
 from datasets import Dataset
 from huggingface_hub import HfApi, constants
@@ -178,7 +178,7 @@ def check_configuration(state: DoctorState, use_presets: bool = True) -> Row:
     try:
         state.script_args, args, state.plan_args = state.parse(use_presets=use_presets)
     except OSError as error:
-        if not use_presets:  # which require the model
+        if not use_presets:  # presets require the model
             raise
         row = check_configuration(state, use_presets=False)
         return replace(

@@ -26,7 +26,7 @@ def launch(command: list[str], argv: list[str]) -> None:
     parser.add_argument("--num_processes", type=_number_or_none, default=config.get("num_processes"))
     options, remaining = parser.parse_known_args(argv)
     file = options.accelerate_config
-    file = None if str(file).lower() in ("none", "null") else file  # to leave out that of a file
+    file = None if str(file).lower() in ("none", "null") else file  # `None` leaves out the one of a file
     number = options.num_processes
     if is_launched and remaining != argv:
         raise OptionError(

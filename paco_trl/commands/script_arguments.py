@@ -469,7 +469,7 @@ def check_models(script_args: ScriptArguments, training_args: "PaCoGRPOConfig") 
 
     check_config(script_args.model_name_or_path, training_args.model_init_kwargs or {})
     if training_args.quantization not in (None, "fp8_storage"):
-        quantization_config(training_args.quantization, torch.bfloat16, "diffusers")  # which asks the machine
+        quantization_config(training_args.quantization, torch.bfloat16, "diffusers")  # asks what the machine has
     for (model, url), names in find_judges(script_args).items():
         if url is not None:
             judge = rewards.ServedJudge(url, model)

@@ -211,7 +211,7 @@ def optimizer_bytes(optim: str) -> float | None:
 
 
 class TrainingBytes(NamedTuple):
-    """Bytes on the device by use: those that are always there, and those of a micro-batch besides activations."""
+    """Bytes on the device by use: what is always there, and what a micro-batch adds besides activations."""
 
     always: dict[str, int]
     micro_batch: dict[str, int]

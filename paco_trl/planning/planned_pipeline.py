@@ -54,7 +54,7 @@ def stub_text_encoder(encoder: Any) -> None:
 
 @dataclass(frozen=True)
 class PlannedImage:
-    """The image of a dataset that takes the most memory; `scale` is that of its source images."""
+    """The image of a dataset that takes the most memory; its source images are scaled by `scale`."""
 
     rows: ResolvedRows
     row_index: int

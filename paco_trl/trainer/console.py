@@ -94,7 +94,7 @@ class ConsoleCallback(ProgressCallback, PrinterCallback):
         values = {_label(name, rewards): f"{value:.4g}" for name, value in rewards.items()}
         if ratios := [value for name, value in logs.items() if name.startswith("ratio_deviation")]:
             values[_RATIO] = f"{max(ratios):.1e}"
-        elif _RATIO not in self._labels:  # which a step that trains no image lacks
+        elif _RATIO not in self._labels:  # a step that trains no image has no ratio
             values[_LOSS] = f"{logs[_LOSS]:.4g}"
         if "decision_accuracy" in logs:
             values["accuracy"] = f"{logs['decision_accuracy']:.4g}"

@@ -59,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An evaluation, and that of the untrained model (`eval_baseline`), if there is one."""
+    """An evaluation, and the evaluation of the untrained model (`eval_baseline`), if there is one."""
 
     after: Evaluation
     before: Evaluation | None

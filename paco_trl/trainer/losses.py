@@ -13,10 +13,10 @@ from ..rewards.aggregation import group_deviations, group_std
 
 
 class Advantages(NamedTuple):
-    """Advantages of a round's images, and which of them take part in the loss."""
+    """Advantages of a round's completions, and which of them take part in the loss."""
 
-    values: torch.Tensor  # (N,), 0 for an image that is left out
-    is_valid: torch.Tensor  # (N,), whether the image and another one of its group were scored
+    values: torch.Tensor  # (N,), 0 for a completion that is left out
+    is_valid: torch.Tensor  # (N,), whether the completion and another one of its group were scored
     has_spread: torch.Tensor  # (groups,), whether the rewards of its completions differ
 
 
@@ -174,7 +174,7 @@ def _one_per_image(value: float | torch.Tensor, like: torch.Tensor, name: str) -
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float | torch.Tensor) -> torch.Tensor:
     """Compute the KL divergence of two Gaussians of equal standard deviation, averaged over the latent's elements."""
-    # `std` is that of the whole step, sqrt(-dt) included; the published code leaves dt out
+    # `std` is the standard deviation of the whole step, with sqrt(-dt). The published code leaves dt out
     return ((mean - ref_mean) ** 2).flatten(1).mean(dim=1) / (2 * _one_per_image(std, mean, "std") ** 2)  # (B,)
 
 

@@ -111,7 +111,7 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: Resolved
     has_images = rows.sources is not None or rows.is_anchored
     images = [Image.new("RGB", (width, height))] * min(family.max_source_images, 1) if has_images else []
     arguments = family.call_arguments(height, width, args.guidance_scale, images)
-    if rows.kind == "edits":  # the size is that of the source
+    if rows.kind == "edits":  # an edit has the size of its source
         arguments = {key: value for key, value in arguments.items() if key.endswith(("guidance_scale", "cfg_scale"))}
     arguments["num_inference_steps"] = args.num_inference_steps_eval
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)

@@ -85,8 +85,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
         set_layout (`str`, *optional*):
             What an image set is: `"grid"`, one image with all panels, or `"separate"`, an image of its own for each
-            panel. If `None`, what its row says. A row that says the other loses its own `height` and `width`; as
-            separate images, its theme is what its prompt says of all panels.
+            panel. If `None`, the `layout` of each row. A row that is converted ignores its `height` and `width`. For
+            separate images, the part of the prompt that concerns all panels becomes the `theme`.
         panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`):
             Prompt of a separate image, with the `theme` of its set and the text of its `panel` (our choice).
         panel_generation (`str`, *optional*, defaults to `"independent"`):
@@ -103,8 +103,8 @@ class PaCoGRPOConfig(GRPOConfig):
         guidance_scale (`float`, *optional*, defaults to `3.5`):
             Guidance scale in training and evaluation, distilled or true according to the model.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true CFG, of rows without one (column `negative_prompt`). If `None`, the pipeline's
-            own, an error without one (Qwen-Image).
+            Negative prompt of true CFG, of rows without one (column `negative_prompt`). If `None`, the
+            pipeline's default. A pipeline without one, such as Qwen-Image's, is an error.
         detach_unconditional (`bool`, *optional*, defaults to `False`):
             Whether no gradient flows through the unconditional prediction of true CFG.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
@@ -170,11 +170,12 @@ class PaCoGRPOConfig(GRPOConfig):
             ([DAPO](https://huggingface.co/papers/2503.14476)), [Edit-R1](https://huggingface.co/papers/2510.16888)
             takes 0.05. `None` leaves out none. A step that is left without images changes no weights.
         max_reward_mean (`float`, *optional*):
-            Mean of the logged `reward` over the images of a prompt from which on it is left out of the loss, as solved
-            (Edit-R1: 0.9). `None` leaves out none.
+            Mean of the logged `reward` over the images of a prompt. At this mean or above, the prompt counts as solved
+            and is left out of the loss (Edit-R1: 0.9). `None` leaves out none.
         max_resample_times (`int`, *optional*, defaults to `0`):
             How often other prompts are generated in a round in place of those that are left out by `min_reward_std` or
-            `max_reward_mean`, if the dataset has others of their size (dynamic sampling of DAPO, with a limit).
+            `max_reward_mean`, if the dataset has more prompts of the same size (dynamic sampling of DAPO, with a
+            limit).
         reward_required (`list[bool]`, *optional*):
             Whether each reward is required, in order. If `None`, all are. An image without a required reward is left
             out; without an optional one, its group is compared without that reward.

@@ -51,13 +51,13 @@ class PaCoGRPOTrainer(RoundTrainer):
         model (`str` or [`~diffusers.DiffusionPipeline`]):
             Pipeline to train: a Hub id or directory, loaded with [`~diffusers.DiffusionPipeline.from_pretrained`] in
             the compute dtype with `args.model_init_kwargs` (only safetensors files are read), or a loaded pipeline,
-            which is frozen and cast to the compute dtype. Its weights must be those of the model that it is named
-            after, which the adapter names as its base.
+            which is frozen and cast to the compute dtype. Its weights must be unchanged from the model that
+            it is named after, because the adapter names that model as its base.
         reward_funcs (`Callable`, `str` or a list of them):
             Rewards: names of the package's, such as `"clip_t"`, or callables `(prompts, completions, **columns) ->
-            list[float | None]`, sync or async. `completions` are PIL images, of a set of separate images one that
-            shows them side by side; the columns are those of the dataset and `panel_images`, each image cut into its
-            panels.
+            list[float | None]`, sync or async. `completions` are PIL images; a set of separate images is one image
+            that shows them side by side. The columns are the dataset's, and `panel_images`: each completion cut into
+            its panels.
             An image with `None` is left out of its group's statistics and of the loss. Rewards are computed in
             batches of 16 images while the next ones are generated.
         args ([`PaCoGRPOConfig`], *optional*):
@@ -85,16 +85,16 @@ class PaCoGRPOTrainer(RoundTrainer):
         optimizer_cls_and_kwargs (`tuple`, *optional*):
             Class of the optimizer and its arguments, as in [`~transformers.Trainer`].
         quantization_config ([`~diffusers.PipelineQuantizationConfig`], *optional*):
-            Quantization of a model that is loaded by its name; that of a single model, such as
-            [`~diffusers.BitsAndBytesConfig`], is of the transformer alone.
+            Quantization of a model that is loaded by its name. A config of a single model, such as
+            [`~diffusers.BitsAndBytesConfig`], quantizes the transformer alone.
         peft_config ([`~peft.LoraConfig`] or `str`, *optional*):
             Adapter to train, with the family's `target_modules` when they are omitted, or the directory, file or Hub
             id (also `"user/name/file.safetensors"`) of one to continue training: a LoRA in PEFT's format, or one that
             the pipeline's `load_lora_weights` reads, such as kohya's or ComfyUI's. If `None`, all weights of the
             transformer are trained.
         family ([`~paco_trl.rollout.Family`], *optional*):
-            How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, that of
-            [`~paco_trl.rollout.get_family`].
+            How the pipeline calls its transformer, for a pipeline that the package does not know. If `None`, the
+            family that [`~paco_trl.rollout.get_family`] finds.
 
     Raises:
         TypeError: If `args` is not a `PaCoGRPOConfig`, or `peft_config` is not an adapter of an image transformer.
@@ -148,7 +148,7 @@ class PaCoGRPOTrainer(RoundTrainer):
 
         Returns:
             [`~paco_trl.trainer.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
-            the images of an optimizer step, metrics to log and, where it is not exp(log_prob - old_log_prob), the
+            the completions of an optimizer step (a panel of a set of n counts 1 / n), metrics to log and, where it is not exp(log_prob - old_log_prob), the
             ratio that must be 1 before an update.
         """
         loss_type = self.args.loss_type

@@ -16,8 +16,8 @@ class PaCoNFTConfig(PaCoGRPOConfig):
     Configuration class for the [`PaCoNFTTrainer`].
 
     This class includes only the parameters that are new here or have other defaults; for the others refer to
-    [`PaCoGRPOConfig`]. Its fields for stochastic steps are refused when set, as are those of the other loss. The
-    defaults are those of [DiffusionNFT](https://huggingface.co/papers/2509.16117) and, with `loss_type="awm"`, of the
+    [`PaCoGRPOConfig`]. Fields for stochastic steps, and fields of the other loss, are refused when set. The
+    defaults are from [DiffusionNFT](https://huggingface.co/papers/2509.16117) and, with `loss_type="awm"`, from the
     published code of [AWM](https://huggingface.co/papers/2509.25050).
 
     Parameters:
@@ -25,7 +25,7 @@ class PaCoNFTConfig(PaCoGRPOConfig):
 
         loss_type (`str`, *optional*, defaults to `"nft"`):
             Objective: `"nft"` (DiffusionNFT) or `"awm"` (Advantage Weighted Matching, AWM). [`PaCoGRPOTrainer`] has
-            those of stochastic steps.
+            the objectives of stochastic steps.
         nft_beta (`float`, *optional*, defaults to `1.0`):
             Guidance strength of the implicit policies, (1 - beta) v_old + beta v for images with a high reward and
             (1 + beta) v_old - beta v for those with a low one (published code: 1 for a single reward, 0.1 for several
@@ -39,8 +39,8 @@ class PaCoNFTConfig(PaCoGRPOConfig):
         old_policy_max_decay (`float`, *optional*, defaults to `0.5`):
             Upper limit of this decay, below 1 (paper; the published code of AWM: 0.3).
         epsilon (`float`, *optional*, defaults to `1.0`):
-            Clip range of the probability ratio of AWM (published code, whose single update of a round never reaches
-            it): watch `clip_ratio/region_mean`.
+            Clip range of the probability ratio of AWM (published code, which makes one update per round and never
+            reaches it): watch `clip_ratio/region_mean`.
         awm_weighting (`str`, *optional*, defaults to `"ghuber"`):
             AWM's log-probability of a flow-matching loss l at time t: `"ghuber"`, -4 t l^(1/4) (published code), or
             `"t"`, -t l.

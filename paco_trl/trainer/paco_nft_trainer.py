@@ -53,7 +53,8 @@ class OldPolicyCallback(AverageCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         """Follow the last update of a round that has trained an image."""
-        trainer, step = self.trainer, state.global_step + 1  # which is counted after its update
+        # Trainer counts the step after this event
+        trainer, step = self.trainer, state.global_step + 1
         if step % trainer.schedule.optimizer_steps_per_round == 0 and not trainer.round.is_idle:
             trainer.old_policy.decay = self.decay(step)
             trainer.old_policy.step()
@@ -132,7 +133,7 @@ class PaCoNFTTrainer(RoundTrainer):
         """Generate and score batches, and predict the velocities of an old policy that the loss compares with."""
         scores, timings = super()._roll_out(training_round, batches)
         if self.objective.old_policy_is_in_loss:
-            # Once for all optimizer steps of the round, at whose end it moves
+            # Once for all optimizer steps of the round: the old policy moves at the end of a round
             weights, device = self.old_policy.average, self.accelerator.device
             with use_weights(self.model, weights, self.zero_stage), self.policy.on_device(self._sharded_engine):
                 with torch.no_grad():
@@ -185,7 +186,7 @@ class PaCoNFTTrainer(RoundTrainer):
         return self._mean_loss(loss, weights)
 
     def _model_card(self, *args, **kwargs) -> ImageModelCardData:
-        """Fill in the card of the objective, whose settings have times in place of stochastic steps."""
+        """Fill in the card of the objective, with its times in place of stochastic steps."""
         card: Any = super()._model_card(*args, **kwargs)
         objective, tags = self.objective, self._tag_names
         unused = (*UNUSED_FIELDS, *UNUSED_WITH[self.args.loss_type], "loss_type")

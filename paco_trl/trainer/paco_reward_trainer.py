@@ -411,7 +411,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         return torch.utils.data.SequentialSampler(eval_dataset)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Return Trainer's dataloader, whose sampler learns its epoch after resuming, too."""
+        """Return Trainer's dataloader; its sampler learns its epoch after resuming, too."""
         dataloader = super().get_train_dataloader()
         # With several processes, accelerate does not find a custom sampler when it skips batches
         batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
@@ -481,7 +481,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the metrics of the decisions since the last log. Collective: call on all ranks."""
-        if self._sums and {"loss", "train_loss"} & logs.keys():  # not those of an evaluation
+        if self._sums and {"loss", "train_loss"} & logs.keys():  # not the logs of an evaluation
             totals = self.accelerator.reduce(torch.stack(list(self._sums.values())), "sum").tolist()
             sums = dict(zip(self._sums, totals, strict=True))
             self._sums = {}

@@ -124,7 +124,7 @@ class HubTrainer(Trainer):
         """
         Save the trained model with its card to `args.output_dir`, and upload it. Collective: call on all ranks.
 
-        Arguments are those of [`~transformers.Trainer.push_to_hub`], and in `kwargs` those of `create_model_card`;
+        The arguments are as in [`~transformers.Trainer.push_to_hub`], and `kwargs` as in `create_model_card`;
         `private` is for a new repository. Returns a [`~huggingface_hub.CommitInfo`] on the main process, with
         `blocking=False` its `Future`. After a `ConnectionError` the model is saved: `paco-trl push` uploads it later.
         """
@@ -221,5 +221,5 @@ class HubTrainer(Trainer):
 
 
 def _is_same_repo(full_id: str, repo_id: str) -> bool:
-    """Return whether the id of a repository, with or without its owner, is that of `full_id`."""
+    """Return whether an id, with or without its owner, names the repository `full_id`."""
     return full_id == repo_id or full_id.split("/")[-1] == repo_id

@@ -197,7 +197,7 @@ class ExactResumeMixin(HubTrainer):
     def _evaluate(self, *args, **kwargs):
         """Evaluate in training, which draws the same random numbers as without the evaluation."""
         if kwargs.get("skip_scheduler") and self.resumed_from is not None:
-            return None  # that of `eval_on_start`, which the run has made before it was stopped
+            return None  # the run has made the evaluation of `eval_on_start` before it was stopped
         with preserve_rng_state(self.accelerator.device):
             return super()._evaluate(*args, **kwargs)
 
@@ -209,7 +209,7 @@ class ExactResumeMixin(HubTrainer):
         super()._run_epoch(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log metrics; those of training get the seconds so far."""
+        """Log metrics; metrics of training include the seconds so far."""
         if {"loss", "train_loss"} & logs.keys():
             logs[TRAIN_SECONDS] = round(time.monotonic() - self._started, 2)
         super().log(logs, start_time)
@@ -341,7 +341,10 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
-    """Say in the last line of every process which has ended a run; it writes its error to the file that all see."""
+    """
+    Give every process the same last line: the process that fails writes its error to the file `mark`, and the others
+    raise it.
+    """
     try:
         yield
     except BaseException as error:

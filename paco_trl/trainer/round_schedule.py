@@ -191,7 +191,7 @@ class TrainingRound(Round):
         self.micro_batches = []
         for batch in self.local_batches:
             self.micro_batches += batch.split(self.plan.micro_batches_per_rollout_batch, family)
-            batch.steps = []  # which may be copies by now
+            batch.steps = []  # the micro-batches have them, perhaps as copies
 
     def replace_groups(self, groups: list[int], unused_row_indices: list[int]) -> set[int]:
         """Put unused rows of the same size and number of images in the place of groups; return those replaced."""

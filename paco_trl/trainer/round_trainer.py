@@ -671,7 +671,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
     def _unchanged_weights(self):
         """Keep an optimizer step from moving the weights, as Adam does also with gradients of zero."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if self.is_deepspeed_enabled:  # whose update is part of the backward
+        if self.is_deepspeed_enabled:  # its update is part of the backward pass
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
         try:
@@ -682,7 +682,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self.model.zero_grad(set_to_none=True)
 
     def _log_with_step(self, metrics: dict[str, float]) -> None:
-        """Log metrics with those of the optimizer step, as TRL's trainers do."""
+        """Log metrics together with the optimizer step's, as TRL's trainers do."""
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
@@ -724,7 +724,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         """
         Evaluate the averaged weights (`ema_decay`) at full resolution, with fixed noise and without stochastic steps.
 
-        Arguments are those of [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`,
+        Arguments are as in [`~transformers.Trainer.evaluate`]; `ignore_keys` is not used. Returns `eval_reward`,
         the weighted sum, `eval_rewards/<name>/mean` and `eval_grid_artifact`, each with an interval over prompts, its
         `baseline` (of the untrained model, evaluated once in a run, with `eval_baseline`) and its `gain`. Undefined
         values are left out.
@@ -815,7 +815,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         device, is_offloaded = self.accelerator.device, self.args.offload_embeddings
         try:
             state = load_round(checkpoint, index, device, is_offloaded)
-        except UnpicklingError as error:  # of what a pipeline that is not listed may pass
+        except UnpicklingError as error:  # an unlisted pipeline may pass objects that `weights_only` refuses
             logger.warning(
                 f"The round of '{checkpoint}' is generated again, since not all of it is data: {error}"[:400]
             )

@@ -16,7 +16,7 @@ from .config_utils import REFUSED_GRPO_FIELDS, REFUSED_SFT_FIELDS
 from .paco_grpo_config import PaCoGRPOConfig
 
 
-# Every field of a config is compared, except these, and those that begin with one of the prefixes
+# Every field of a config is compared, except `HARMLESS` and the fields with one of these prefixes
 _HARMLESS_PREFIXES = (
     "activation_", "dataloader_", "ddp_", "do_", "eval_", "gradient_checkpointing", "hub_", "log_level", "logging_",
     "offload_", "save_", "trackio_",
@@ -25,7 +25,8 @@ HARMLESS = (
     # Paths and reports
     "output_dir", "overwrite_output_dir", "embeddings_dir", "resume_from_checkpoint",
     "restore_callback_states_from_checkpoint", "run_name", "project", "report_to", "log_on_each_node",
-    "log_completions", "plot_curves", "include_num_input_tokens_seen", "disable_tqdm", "skip_memory_metrics", "debug", "dataset_num_proc",
+    "log_completions", "plot_curves", "include_num_input_tokens_seen", "disable_tqdm", "skip_memory_metrics", "debug",
+    "dataset_num_proc",
     # When to save and to push
     "enable_jit_checkpoint", "jit_checkpoint_signals", "load_best_model_at_end", "push_to_hub",
     # Devices, memory and communication
@@ -44,8 +45,8 @@ HARMLESS_UNTRAINED = (
     "height", "log_tame_threshold", "loss_type", "max_grad_norm", "max_resample_times", "max_reward_mean", "max_steps",
     "metric_for_best_model", "min_reward_std", "multi_objective_aggregation", "noise_level", "num_generations",
     "num_inference_steps", "num_iterations", "num_noise_levels", "num_prompts_per_generation", "num_sde_steps",
-    "num_train_epochs", "per_device_rollout_batch_size", "per_device_train_batch_size", "reference", "resolution_scale", "scale_rewards",
-    "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
+    "num_train_epochs", "per_device_rollout_batch_size", "per_device_train_batch_size", "reference", "resolution_scale",
+    "scale_rewards", "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
 )  # fmt: skip
 _OPTIMIZER_PREFIXES = ("adam_", "learning_rate", "lr_", "optim", "weight_decay")  # prefixes
 _OBJECTIVE_PREFIXES = ("awm_", "nft_", "old_policy_")  # prefixes of PaCoNFTTrainer's options
@@ -56,8 +57,8 @@ _HARMLESS_IN_ADAPTERS = (
     "runtime_config",
 )  # fmt: skip
 
-# Prefixes of what cannot change in a run: besides what the optimizer's state restores, which round a step belongs to,
-# and what is loaded
+# Prefixes of settings that a resumed run must share with its checkpoint: the optimizer's state restores them, or they
+# decide which round a step belongs to, or what is loaded
 _FIXED = (*_OPTIMIZER_PREFIXES, "bf16", "fp16", "model_init_kwargs", "num_iterations", "quantization")
 
 

@@ -264,7 +264,7 @@ MUTANTS = [
     (R + "limits.py", "groups_lost > args.max_excluded_groups", "groups_lost >= args.max_excluded_groups", SCORING + "::TestCeilings::test_groups_below_and_above"),
     (R + "limits.py", "groups = is_valid.view(-1, args.num_generations).any(dim=1)", "groups = is_valid.view(-1, args.num_generations).all(dim=1)", SCORING + "::TestCeilings::test_images_below_and_above"),
     ("paco_trl/rollout/rounds.py", "if len(panels) < expected:", "if False:", "tests/test_separate_sets.py -k lacks"),
-    (T + "round_schedule.py", "batch.steps = []  # which may be copies by now", "pass", "tests/test_rollout_batch.py -k those_of_the_training_batch"),
+    (T + "round_schedule.py", "batch.steps = []  # the micro-batches have them, perhaps as copies", "pass", "tests/test_rollout_batch.py -k those_of_the_training_batch"),
     (R + "limits.py", "missing.float().mean().item() > max_excluded", "missing.any()", EVALUATE + "::TestMetrics::test_an_image_without_a_reward_is_counted_and_not_zero"),
     (R + "limits.py", "missing = torch.isnan(values[:, rewards.excludes_if_missing]).any(dim=1)", "missing = torch.isnan(values).any(dim=1)", EVALUATE + "::TestMetrics::test_an_optional_reward_may_be_missing_for_all"),
     (R + "weighting.py", "valid_values = column[~torch.isnan(column)]", "valid_values = column.nan_to_num()", CALLS),
