@@ -196,6 +196,24 @@ def test_earlier_annotations_and_a_killed_server(world, folder):
     assert AnnotationWork(*world, folder).task("anna") == work.task("anna")
 
 
+def test_rankings_of_images_that_have_changed_are_ranked_again(world, folder, caplog):
+    digests = dict(zip(world.instances["id"], world.instances["digest"], strict=True))
+    names = world.instances["id"][:2]
+    lines = [
+        {"annotator": "anna", "instance": name, "ranking": [0, 1, 2, 3], "digest": digest}
+        for name, digest in ((names[0], digests[names[0]]), (names[1], "of earlier images"))
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / "anna.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="line 2: the images of the instance .* have changed"):
+        read_annotations([folder / "anna.jsonl"], world.instances)
+    work = AnnotationWork(*world, folder)
+    assert "1 rankings are of images that have changed" in caplog.text
+    assert work.task("anna")["ranked"] == 1
+    rank_all(work, world, "anna")  # the instance among them, whose newer ranking counts
+    assert len(read_annotations([folder / "anna.jsonl"], world.instances)) == len(world.instances)
+
+
 def test_several_annotators_at_once(world, folder):
     names = [f"annotator-{number}" for number in range(5)]
     work = AnnotationWork(*world, folder, annotations_per_instance=3)

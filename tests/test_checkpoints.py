@@ -108,6 +108,21 @@ def test_an_error_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatc
     assert not renames and not incomplete_files(checkpoint) and not (tmp_path / ".saving").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [(OSError(28, "No space left on device"), "Free disk space"), (ValueError("odd"), "its cause")],
+)
+def test_an_error_of_any_type_ends_on_all_processes(tmp_path, error, advice):
+    """Other types would leave the other processes waiting."""
+
+    def fail(folder):
+        raise error
+
+    with pytest.raises(CheckpointError, match=f"of step 2 could not be written.*{advice}") as raised:
+        write_checkpoint(tmp_path, 2, Accelerator(cpu=True), True, RUN, fail)
+    assert raised.value.__cause__ is error and not (tmp_path / ".saving").exists()
+
+
 def test_copies_that_cannot_be_put_back_stay(tmp_path, monkeypatch, caplog):
     checkpoint, rename = make(tmp_path, 2), os.replace
     fails = lambda *_: os.stat(tmp_path / "gone")  # noqa: E731

@@ -17,7 +17,7 @@ from paco_trl.evaluation.judge_report import save_report
 from paco_trl.hub import ImageModelCardData, load_card_data, save_card
 from paco_trl.hub.files import JUDGE, PIPELINE_ADAPTER, TRANSFORMER, find_published_patterns, select_files
 from paco_trl.rewards import redness_reward
-from paco_trl.utils.files import write_atomically
+from paco_trl.utils.files import new_folder, write_atomically
 from paco_trl.utils.stage_folder import StageFolder
 from testing_utils import LORA, SMALL_RUN, files_in, noise, plain
 
@@ -136,6 +136,29 @@ class TestSaving:
         trained.save_model(folder)
         assert (folder / "README.before-3.md").read_bytes() == latin
         assert len([message for message in caplog.messages if "keeps it" in message]) == 3
+
+    def test_a_card_with_unreadable_data_is_kept_too(self, trained, tmp_path):
+        """After an upgrade, for example: the check before training passes, and saving must not fail hours later."""
+        folder = tmp_path / "model"
+        trained.save_model(folder)
+        rendered = (folder / "README.md").read_text()
+        data = json.loads((folder / "paco_trl.json").read_text())
+        (folder / "paco_trl.json").write_text(json.dumps(data | {"gone": 1}))
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_card_data(folder)
+        trained.save_model(folder)
+        assert load_card_data(folder) and (folder / "README.before-1.md").read_text() == rendered
+
+    def test_a_directory_that_is_filled_meanwhile(self, tmp_path):
+        with (
+            pytest.raises(OSError, match="The result is in '.*new-.*'") as raised,
+            new_folder(tmp_path / "new") as staged,
+        ):
+            (staged / "result").write_text("of hours")
+            (tmp_path / "new").mkdir()
+            (tmp_path / "new" / "mine").touch()
+        (kept,) = tmp_path.glob("new-*")
+        assert (kept / "result").read_text() == "of hours" and str(kept) in str(raised.value)
 
     def test_beside_what_was_saved(self, trained, tmp_path):
         trained.save_model(tmp_path / "model")

@@ -33,6 +33,8 @@ TRAINER_STATE_FILE = "trainer_state.json"  # TRAINER_STATE_NAME of transformers
 # Checkpoints are written in this folder and then renamed, so that an existing `checkpoint-N` is complete
 STAGING = ".saving"
 _SHARDED_BY = "processes of DeepSpeed"  # part of a run's identity, since they shard the optimizer's state
+# In the errors of Python, torch and safetensors for a full disk
+_DISK_FULL = ("No space left", "Disk quota", "PytorchStreamWriter", "unexpected pos", "StorageFull")
 _LOCK_TIMEOUT = 5.0  # seconds to wait for other processes that restore a checkpoint
 
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
@@ -277,7 +279,6 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to a staging folder, and publish it once all ranks are done, or raise on all. Collective."""
     from accelerate.utils import gather_object
-    from safetensors import SafetensorError
 
     folder = Path(output_dir) / STAGING / f"checkpoint-{step}"
 
@@ -294,8 +295,7 @@ def write_checkpoint(
         failure = None
         try:
             writer(folder)
-        # How Python, torch and safetensors report a full disk
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # of any type: the other processes wait below
             failure = error
         failures = gather_object([f"process {accelerator.process_index}: {failure!r}"] if failure else [])
         if failures:
@@ -304,9 +304,11 @@ def write_checkpoint(
                     _restore_replaced(Path(output_dir))
                 if not _find_replaced(Path(output_dir)):  # otherwise it has the only complete copies
                     _delete_staged(folder)  # to free its space
+            is_disk_full = any(words in failure for failure in failures for words in _DISK_FULL)
+            advice = "Free disk space and resume" if is_disk_full else "Resume when its cause is gone"
             raise CheckpointError(
-                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). Free "
-                "disk space and resume (`resume_from_checkpoint=True`)."
+                f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). "
+                f"{advice} (`resume_from_checkpoint=True`)."
             ) from failure
 
 

@@ -94,10 +94,16 @@ class AnnotationWork:
         # By annotator and instance, in the order of first ranking, for the button `Back`
         self._rankings: dict[str, dict[str, tuple[int, ...] | None]] = {}
         self._automatic_annotators = {AUTOMATIC}
+        num_stale = 0
         for annotation in checked_annotations(sorted(self.folder.glob("*.jsonl")), instances):
-            self._rankings.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
             if annotation.has_scores:
                 self._automatic_annotators.add(annotation.annotator)
+            if annotation.stale:
+                num_stale += 1
+            else:
+                self._rankings.setdefault(annotation.annotator, {})[annotation.instance] = annotation.ranks
+        if num_stale:
+            logger.warning(f"{num_stale} rankings are of images that have changed since: their instances come again.")
 
     def _check_name(self, annotator: Any) -> str:
         if check_annotator(annotator) in self._automatic_annotators:

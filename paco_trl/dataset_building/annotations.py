@@ -43,6 +43,7 @@ class Annotation(NamedTuple):
     # Rank of each candidate: 1 is the most consistent, equal ranks are tied. `None` for a skipped instance
     ranks: tuple[int, ...] | None
     has_scores: bool = False  # whether a judge ranked by scores
+    stale: str | None = None  # its file and line, if the images have changed since
 
 
 def keyed_hash(*key: int | str) -> int:
@@ -93,14 +94,12 @@ def checked_annotations(paths: Iterable[str | Path], instances: Dataset) -> Iter
                 instance = record.get("instance")
                 if instance not in counts:
                     raise ValueError(f"there is no instance {shorten(instance)}.")
-                if record.get("digest", digests[instance]) != digests[instance]:
-                    raise ValueError(
-                        f"the images of the instance {instance!r} have changed since it was ranked. Rank it again."
-                    )
                 ranks = ranks_of_record(record, counts[instance])
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {line_number}: {error} Correct or delete it.") from error
-            yield Annotation(annotator, instance, ranks, "scores" in record)
+            has_changed = record.get("digest", digests[instance]) != digests[instance]
+            stale = f"{path}, line {line_number}" if has_changed else None
+            yield Annotation(annotator, instance, ranks, "scores" in record, stale)
 
 
 def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[Annotation]:
@@ -113,8 +112,16 @@ def read_annotations(paths: Iterable[str | Path], instances: Dataset) -> list[An
 
     Returns:
         `list[Annotation]`: the last annotation per annotator and instance, ordered by both.
+
+    Raises:
+        ValueError: If the images of an instance have changed since an annotator ranked it last.
     """
     latest = {(item.annotator, item.instance): item for item in checked_annotations(paths, instances)}
+    if stale := [item for item in latest.values() if item.stale]:
+        raise ValueError(
+            f"{stale[0].stale}: the images of the instance {stale[0].instance!r} have changed since it was ranked "
+            f"({len(stale)} such rankings). Rank again, or delete the lines."
+        )
     order = {name: number for number, name in enumerate(instances.with_format(None)["id"][:])}
     return sorted(latest.values(), key=lambda annotation: (annotation.annotator, order[annotation.instance]))
 

@@ -15,7 +15,7 @@ from ..data.columns import column_by_id
 from ..data.rankings import default_question
 from ..utils.files import digest, write_atomically
 from ..utils.journals import read_lines
-from .annotations import AUTOMATIC, append_annotation, check_annotator, read_annotations
+from .annotations import AUTOMATIC, append_annotation, check_annotator, checked_annotations
 
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def rank_with_judge(
                 f"The annotator {annotator!r} is {conflict}. Rank under another name (`--annotator`), or delete "
                 f"{file}."
             )
-    annotated_instances = {annotation.instance for annotation in read_annotations(existing_files, instances)}
+    annotations = checked_annotations(existing_files, instances)
+    annotated_instances = {annotation.instance for annotation in annotations if not annotation.stale}
     rows = [row for row in instances.with_format(None) if row["id"] not in annotated_instances]
     paths = {name: image["path"] for name, image in column_by_id(panels, "image").items()}
     trained_question = getattr(judge, "question", None)

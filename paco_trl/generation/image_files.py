@@ -235,7 +235,6 @@ def _read_image(path: Path, call: ImageCall) -> "Image | None":
         return None
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises `OSError` and `SyntaxError`
         logger.warning(f"{path} cannot be used ({error}): it is generated again.")
-        path.unlink()
         return None
 
 

@@ -31,6 +31,12 @@ _JUDGE_METRICS = {
 }
 
 
+def is_stated(value: Any) -> bool:
+    """Return whether a card can state the value of an argument: a text, a number, or a list of them."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, str | int | float | None) for part in values)
+
+
 @dataclass
 class LoRA:
     """Settings of a LoRA adapter."""
@@ -154,8 +160,7 @@ class ImageModelCardData(_CardData):
             if value is not None and not str(value).isidentifier():
                 raise ValueError(f"`{name}` is {value!r}, but must be an identifier.")
         for name, value in self.call.items():
-            values = value if isinstance(value, list | tuple) else [value]
-            if not name.isidentifier() or not all(isinstance(part, str | int | float | None) for part in values):
+            if not name.isidentifier() or not is_stated(value):
                 raise ValueError(f"`call` has {name!r}: {value!r}, but must map identifiers to texts or numbers.")
         if len(self.layout) != 2 or not all(isinstance(count, int) and count > 0 for count in self.layout):
             raise ValueError(f"`layout` is {self.layout!r}, but must be the numbers of rows and columns.")

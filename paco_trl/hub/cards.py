@@ -158,9 +158,14 @@ def _write_card(
 def _keep_edited(folder: Path) -> None:
     """Keep a copy of the card to replace, if somebody has edited it or an evaluation has added its results."""
     path = folder / "README.md"
-    card = load_card_data(folder) if path.is_file() else None
-    if card is None or path.read_bytes() == str(render_card(card)).encode():
+    if not path.is_file():
         return
+    try:
+        card = load_card_data(folder)
+        if card is None or path.read_bytes() == str(render_card(card)).encode():
+            return
+    except ValueError:  # of another version, or damaged: whether the card was edited is unknown
+        pass
     copies = (folder / f"README.before-{number}.md" for number in itertools.count(1))
     copy = next(copy for copy in copies if not copy.exists())
     shutil.copyfile(path, copy)

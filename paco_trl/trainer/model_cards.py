@@ -14,7 +14,7 @@ from torch import nn
 from transformers import SchedulerType, TrainerState
 
 from ..data.image_sets import PANEL_OPTIONS, SEPARATE
-from ..hub.card_data import EvaluationRow, LoRA, RewardRow
+from ..hub.card_data import EvaluationRow, LoRA, RewardRow, is_stated
 from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import ResolvedRows
@@ -117,6 +117,8 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: Resolved
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     has_column = "negative_prompt" in rows.dataset.column_names
     arguments["negative_prompt"] = rows.negative_prompts[0] if has_column else args.negative_prompt
+    # A card states texts and numbers. Other arguments, such as a family's `attention_kwargs`, are the pipeline's own
+    arguments = {name: value for name, value in arguments.items() if is_stated(value)}
     return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
 

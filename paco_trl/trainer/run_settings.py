@@ -48,6 +48,7 @@ HARMLESS_UNTRAINED = (
     "num_train_epochs", "per_device_rollout_batch_size", "per_device_train_batch_size", "reference", "resolution_scale",
     "scale_rewards", "sde_steps", "sde_type", "shuffle_dataset", "tail_steps", "warmup_steps", "width",
 )  # fmt: skip
+# `optim` is also the beginning of `optimizer_steps_per_generation`, which decides which round a step belongs to
 _OPTIMIZER_PREFIXES = ("adam_", "learning_rate", "lr_", "optim", "weight_decay")  # prefixes
 _OBJECTIVE_PREFIXES = ("awm_", "nft_", "old_policy_")  # prefixes of PaCoNFTTrainer's options
 # Arguments of `from_pretrained` and fields of an adapter that do not decide what is trained

@@ -67,5 +67,6 @@ def _forget_calls() -> None:
 # A process that is forked, such as the worker of a dataloader, has none of these threads
 if hasattr(os, "register_at_fork"):  # Windows lacks it: a command says there that it does not run
     os.register_at_fork(after_in_child=_forget_calls)
-# The hook of `concurrent.futures` itself, whose functions run in reverse order: before its own, which waits
+# The hook of `concurrent.futures` itself (private in Python 3.11 to 3.14). Its functions run in reverse order: this one
+# before its own, which waits
 threading._register_atexit(_exit_past_running_calls)  # type: ignore[attr-defined]

@@ -86,7 +86,12 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     with scratch_folder(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as staged:
         yield staged
         apply_umask(staged.rglob("*"))
-        os.replace(staged, folder)
+        try:
+            os.replace(staged, folder)
+        except OSError as error:  # files have come into it meanwhile
+            kept = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
+            os.replace(staged, kept)
+            raise OSError(f"'{folder}' cannot be made ({error.strerror}). The result is in '{kept}'.") from error
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

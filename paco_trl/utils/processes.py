@@ -53,7 +53,7 @@ def _store() -> Any:
     dist = sys.modules.get("torch.distributed")  # imported where there are several
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()  # there is no public function for it (torch 2.15)
 
 
 def end_training(accelerator: "Accelerator") -> None:

@@ -47,7 +47,9 @@ class StopRequested(SystemExit):
 def raise_stop(number: int, by_all: bool = False) -> NoReturn:
     """Raise `StopRequested`; the process then ends with its exit code even while a call is running."""
     set_exit_code(StopRequested(number).code)
-    raise StopRequested(number, by_all)  # not from a variable, with which its own traceback would keep all frames alive
+    raise StopRequested(
+        number, by_all
+    )  # not from a variable, with which its own traceback would keep all frames alive
 
 
 def _handle(number: int, frame) -> None:

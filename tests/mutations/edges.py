@@ -1027,7 +1027,7 @@ DATASET_BUILDING = [
         f"{_BUILD}TestAnnotations",
         ("tuple(ranking.index(candidate) + 1 for", "tuple(ranking[candidate] + 1 for"),
         ("[A-Za-z0-9_-][A-Za-z0-9_.-]{0,39}", "[A-Za-z0-9_.-]{1,40}"),
-        ('if record.get("digest", digests[instance]) != digests[instance]:', "if False:"),
+        ('has_changed = record.get("digest", digests[instance]) != digests[instance]', "has_changed = False"),
         ("    if len(ranks) != count:\n", "    if len(ranks) > count:\n"),
         ("_NAME.fullmatch(name)", "_NAME.match(name)"),
         ("rank >= 1 for rank in ranks):", "rank >= 0 for rank in ranks):"),

@@ -28,7 +28,7 @@ MUTANTS = [
     (P + "dataset_building/diversify.py", "is_nearer = nearest > before", "is_nearer = nearest > before + 1", "tests/test_diversify.py"),
     (P + "rewards/image_rewards.py", "MAX_GAIN = 1.1", "MAX_GAIN = 3.0", "tests/test_pixel_rewards.py::TestDuplicateReward"),
     (P + "hub/card_data.py", "if value is not None and not str(value).isidentifier():", "if False:", "tests/test_model_cards.py::TestSettings"),
-    (P + "hub/card_data.py", "if not name.isidentifier() or not all(", "if not all(", "tests/test_model_cards.py::TestSettings"),
+    (P + "hub/card_data.py", "if not name.isidentifier() or not is_stated", "if not is_stated", "tests/test_model_cards.py::TestSettings"),
     (P + "utils/addresses.py", "if address.username or address.password or address.query:", "if address.username or address.password:", "tests/test_served_judge.py tests/test_serve.py"),
     (P + "image_benchmarks/gedit_protocols.py", 'f"0/{seed}/{attempt}"', 'f"0/{seed}"', "tests/test_gedit.py"),
     (P + "image_benchmarks/leakage.py", "max(_MIN_SHARED, NEAR_DUPLICATE * min(len(shingles), len(training_shingles[row])))", "max(_MIN_SHARED, NEAR_DUPLICATE * len(shingles))", "tests/test_leakage.py"),
