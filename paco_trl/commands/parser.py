@@ -58,7 +58,8 @@ _TYPES: dict[str, Callable] = {"bool": _to_bool, "int": int, "float": float}
 _OTHER_NAMES = {
     **dict.fromkeys(("--rank", "--lora_rank"), "--lora_r"), "--batch_size": "--per_device_train_batch_size",
     "--train_batch_size": "--per_device_train_batch_size", "--max_train_steps": "--max_steps",
-    "--lr": "--learning_rate", "--warmup_ratio": "--warmup_steps", "--output_dir": "--build_dir", "--judge_question": "--template",
+    "--lr": "--learning_rate", "--warmup_ratio": "--warmup_steps", "--output_dir": "--build_dir",
+    "--judge_question": "--template",
     **dict.fromkeys(("--load_in_4bit", "--load_in_8bit"), "--quantization"),
 }  # fmt: skip
 
@@ -365,7 +366,7 @@ class CommandParser(argparse.ArgumentParser):
         for name, value in (in_file | typed).items():
             is_empty = value == "" and "prompt" not in name and "template" not in name
             if is_empty or name == "output_dir" and str(value).lower() in ("none", "null"):
-                message = f"`--{name}` is empty. Give a value, or leave the option out; the shell makes an unset variable empty."
+                message = f"`--{name}` is empty. Give a value, or leave the option out; an unset variable is empty."
                 self.errors.append(OptionError(message, name))
         sources = OptionSources(typed, in_file, recipe)
         sources.leave_out(self.find_inapplicable(in_file))

@@ -148,9 +148,8 @@ def complete_image_sets(dataset: Dataset) -> Dataset:
         if dataset.features.get(name) in (Value("float32"), Value("float64")):
             dataset = dataset.cast_column(name, Value("int64"))
     dataset, names = dataset.with_format(None), set(dataset.column_names)
-    if "panels" in names or names.isdisjoint(
-        ("image", "images")
-    ):  # otherwise editing prompts, which the check reports
+    is_editing = "panels" not in names and not names.isdisjoint(("image", "images"))
+    if not is_editing:  # the check below reports editing prompts
         rows = list(_prompt_columns(dataset))
         dataset = _with_columns(dataset, rows, [_complete_row(index, row) for index, row in enumerate(rows)])
     check_image_set_columns(dataset)

@@ -224,7 +224,7 @@ class ImageRun:
         }
 
     def _evaluation(self, settings: PlanSettings, always: dict[str, int]) -> dict[str, int]:
-        """Return the uses of the device in an evaluation, where they are most."""
+        """Return the uses of the device at the peak of an evaluation."""
         generating = self._generating(settings, always, self.args.ema_decay is not None)
         peaks = self._generation_peaks(settings, self.eval_image, self.args.per_device_eval_batch_size)
         activations = {"activations": max(peaks)}

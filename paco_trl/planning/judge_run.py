@@ -30,7 +30,10 @@ PAIR_TOKENS = 512  # a question, its answer and the reasons
 
 
 def judge_tokens(pixels: int, text_tokens: int) -> int:
-    """Count the tokens of a Qwen2.5-VL for images of so many pixels together, one per 28 x 28, and for a text."""
+    """
+    Count the tokens of a Qwen2.5-VL for images of so many pixels together, one per 28 x 28, and for a text. For other
+    models it is an estimate.
+    """
     return pixels // 28**2 + text_tokens
 
 

@@ -75,11 +75,12 @@ class JudgedReward:
         self.model_name = getattr(self.judge, "model_name", None)  # name on cards
         self._options = {} if self.scale is None else {"scale": self.scale}
         # Name of the judge's method that answers the questions
-        self._method = "decide" if hasattr(self.judge, "decide") else "score"
         if self.is_async:
             self._method = "answer"
         elif self.scale is not None:
             self._method = "rate"
+        else:
+            self._method = "decide" if hasattr(self.judge, "decide") else "score"
         if self.topic:
             self._warn_if_untrained(self.topic, "Use a judge that was trained for it.")
 

@@ -286,7 +286,8 @@ class RoundScoring:
     def _call_sync(self, indices: list[int], arguments: dict, record: _CallRecord) -> list[list]:
         """Call sync rewards; runs on their thread."""
         # The run is about to stop if a call has failed: do not compute an expensive reward for nothing
-        if any(earlier.values.done() and earlier.values.exception() for earlier in self._calls):
+        ended = [call.values for call in self._calls if call.values.done() and not call.values.cancelled()]
+        if any(values.exception() for values in ended):
             return []
         record.started = time.perf_counter()
         values = [self.rewards.call(index, **arguments) for index in indices]

@@ -192,6 +192,7 @@ class Policy:
             stored = {name: tensor.expand(size, *tensor.shape[1:]) for name, tensor in arguments[0].items()}
         else:
             stored = {name: torch.cat([prompt[name] for prompt in arguments]) for name in arguments[0]}  # (B, ...)
+        # A batch has images of one prompt if the prompts have source images
         images = encoded.source_images(prompt_indices[0])
         sources = [
             EncodedImage(image, to_device(latents, device))

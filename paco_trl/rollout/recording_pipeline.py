@@ -68,7 +68,10 @@ Check = tuple[torch.Tensor, Callable[[], str]]
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """Source image from [`Family.prepare_image`], with its latents `(1, ...)` from the pipeline's VAE."""
+    """
+    Source image from [`Family.prepare_image`], with its latents from the pipeline's VAE: `(1, ...)`, or `(B, ...)` for
+    the first panels of anchored sets.
+    """
 
     image: Image.Image
     latents: torch.Tensor
@@ -235,8 +238,8 @@ class RecordingPipeline:
             record_last_step (`bool`):
                 Whether to record the last step, which has no noise: its `prev_sample` is the images' latents.
             sources (`list[EncodedImage]`, *optional*):
-                Source images that all images of the batch share. A set's first panel has the latents of each image's
-                own panel.
+                Source images of the batch. All images share them, except the first panels of anchored sets, whose
+                latents have one entry per image.
             initial_keys (`list[tuple[int, ...]]`, *optional*):
                 Key of each image's initial noise, if it differs from the key in `noise_keys`.
 

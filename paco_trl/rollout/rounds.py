@@ -97,7 +97,7 @@ class Completion:
     generation: int
     row: RoundRow
     samples: list[Sample] = field(default_factory=list)
-    panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel, until all are generated
+    panels: dict[int, Image.Image] = field(default_factory=dict)  # images by panel; empty once all are generated
     image: Any = None  # PIL image, or `None` before all panels are generated and after the round's callbacks
 
     @property
@@ -223,6 +223,7 @@ class Round:
         for completion in self.completions[group * self.num_generations :][: self.num_generations]:
             completion.row = row
             completion.image = None
+            completion.panels = {}
 
     def row_indices_of(self, batches: list[Batch]) -> list[int]:
         """

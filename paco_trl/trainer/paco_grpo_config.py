@@ -85,8 +85,8 @@ class PaCoGRPOConfig(GRPOConfig):
 
         set_layout (`str`, *optional*):
             What an image set is: `"grid"`, one image with all panels, or `"separate"`, an image of its own for each
-            panel. If `None`, the `layout` of each row. A row that is converted ignores its `height` and `width`. For
-            separate images, the part of the prompt that concerns all panels becomes the `theme`.
+            panel. If `None`, the `layout` of each row. A row that is converted ignores its `height` and `width`. A grid
+            that becomes separate images takes the part of its prompt that concerns all panels as its `theme`.
         panel_template (`str`, *optional*, defaults to `"{theme} {panel}"`):
             Prompt of a separate image, with the `theme` of its set and the text of its `panel` (our choice).
         panel_generation (`str`, *optional*, defaults to `"independent"`):
@@ -103,8 +103,8 @@ class PaCoGRPOConfig(GRPOConfig):
         guidance_scale (`float`, *optional*, defaults to `3.5`):
             Guidance scale in training and evaluation, distilled or true according to the model.
         negative_prompt (`str`, *optional*):
-            Negative prompt of true CFG, of rows without one (column `negative_prompt`). If `None`, the
-            pipeline's default. A pipeline without one, such as Qwen-Image's, is an error.
+            Negative prompt for true CFG, for rows that have none in the column `negative_prompt`. If `None`, the
+            pipeline's default; a pipeline without one (Qwen-Image) raises an error.
         detach_unconditional (`bool`, *optional*, defaults to `False`):
             Whether no gradient flows through the unconditional prediction of true CFG.
         sde_type (`str`, *optional*, defaults to `"flow_sde"`):
@@ -126,24 +126,24 @@ class PaCoGRPOConfig(GRPOConfig):
         num_prompts_per_generation (`int`, *optional*):
             Prompts of a round, rounded up until processes and batches divide them evenly. A set of n separate images
             counts as n prompts. A round takes only whole sets; repeated images of weight 0 fill the places that are
-            left. If `None`, 42 (paper) or as many as the dataset has, or derived from the sizes below. Set along with
-            one of them, it must fit.
+            left. If `None`, it follows from the sizes below; if none of them is set, it is 42 (paper), or fewer in a
+            smaller dataset. It must agree with the sizes that are set.
         optimizer_steps_per_generation (`int`, *optional*):
-            Optimizer steps per round. If `None`, 2 (paper), or derived from `gradient_accumulation_steps`; set along
-            with that, it must fit. With several, the images of a separate set may be in different ones: a step weighs
-            sets right in expectation only.
+            Optimizer steps per round. If `None`, it follows from `gradient_accumulation_steps`, or is 2 (paper). It must
+            agree with that size if both are set. With several steps, the images of a separate set may be in different
+            ones: each step then weighs sets correctly only in expectation.
         generation_batch_size (`int`, *optional*):
             Images of a round over all processes. If `None`, `num_prompts_per_generation * num_generations`.
         steps_per_generation (`int`, *optional*):
             Training micro-steps of a process per round, one for each micro-batch and trained step. If `None`, derived.
         gradient_accumulation_steps (`int`, *optional*):
-            Training micro-steps per optimizer step. If `None`, derived. Alone, it sets the effective batch, and a
-            round is two optimizer steps, or more where two have no full groups.
+            Training micro-steps per optimizer step. If `None`, derived. If only this size is set, it fixes the effective
+            batch. A round then has two optimizer steps, or the next number that gives full groups.
         per_device_train_batch_size (`int`, *optional*, defaults to `1`):
             Images trained at a time on one process.
         per_device_rollout_batch_size (`int`, *optional*):
-            Images generated at a time on one process, a multiple of `per_device_train_batch_size`. If `None`, as many.
-            Larger values may round differently from training; see `ratio_tolerance`.
+            Images generated at a time on one process, a multiple of `per_device_train_batch_size`. If `None`, the same
+            number. Larger values may round differently from training; see `ratio_tolerance`.
         num_generations_eval (`int`, *optional*, defaults to `1`):
             Images generated per prompt by `evaluate()`.
         per_device_eval_batch_size (`int`, *optional*, defaults to `1`):

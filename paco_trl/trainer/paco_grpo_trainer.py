@@ -147,9 +147,9 @@ class PaCoGRPOTrainer(RoundTrainer):
                 Advantages of the images.
 
         Returns:
-            [`~paco_trl.trainer.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over
-            the completions of an optimizer step (a panel of a set of n counts 1 / n), metrics to log and, where it is not exp(log_prob - old_log_prob), the
-            ratio that must be 1 before an update.
+            [`~paco_trl.trainer.PolicyLoss`], or a tuple of its fields: losses, which the trainer averages over the
+            completions of an optimizer step (a panel of a set of n counts 1 / n); metrics to log; and, if it is not
+            exp(log_prob - old_log_prob), the ratio that must be 1 before an update.
         """
         loss_type = self.args.loss_type
         low, high = self.args.clip_range

@@ -52,7 +52,7 @@ class OldPolicyCallback(AverageCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        """Follow the last update of a round that has trained an image."""
+        """Update the old policy after a round's last step, unless the round trained no image."""
         # Trainer counts the step after this event
         trainer, step = self.trainer, state.global_step + 1
         if step % trainer.schedule.optimizer_steps_per_round == 0 and not trainer.round.is_idle:

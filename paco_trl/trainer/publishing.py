@@ -40,7 +40,7 @@ class HubTrainer(Trainer):
 
     def _init_hub(self, args: TrainingArguments, base_model_source: str | None, published_patterns: list[str]) -> None:
         """Set what is published; open the repository, if the run pushes. Collective: call on all ranks."""
-        # This comes before Trainer's `__init__`, which needs the model, sets `self.args`, and calls `init_hf_repo`
+        # Called before Trainer's `__init__`, which calls `init_hf_repo`, so `self.args` does not exist yet
         self._base_model_source, self.published_patterns = base_model_source, published_patterns
         if args.push_to_hub:
             self._open_repo(args)

@@ -342,8 +342,8 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
 @contextmanager
 def end_explained(output_dir: str, mark: Path | None) -> Iterator[None]:
     """
-    Give every process the same last line: the process that fails writes its error to the file `mark`, and the others
-    raise it.
+    If the run fails, let the last line of every process name the process that failed. That process writes its error to
+    the shared file `mark`.
     """
     try:
         yield

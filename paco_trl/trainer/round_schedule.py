@@ -20,7 +20,7 @@ from .paco_grpo_config import PaCoGRPOConfig
 
 logger = logging.getLogger(__name__)
 
-# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in as many
+# Rounds whose prompts are encoded at a time: text encoders and transformer change places once in eight rounds
 ROUNDS_AHEAD = 8
 
 

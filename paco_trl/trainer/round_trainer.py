@@ -263,7 +263,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self, model: str | DiffusionPipeline, args: PaCoGRPOConfig, adapter: LoraConfig | SavedAdapter | None,
         family: Family | None, train_rows: PromptRows, eval_rows: list[PromptRows],
     ) -> tuple[DiffusionPipeline, Family, ResolvedRows]:  # fmt: skip
-        """Load the frozen pipeline, after a check of all that its configs tell, where it can be built from them."""
+        """Load the frozen pipeline. If it can be built from its configs, check it without weights first."""
         is_full = adapter is None
         is_deepspeed = args.deepspeed_plugin is not None
         check_quantization(args.quantization, is_full, shards_weights(args), args.compile_repeated_blocks)

@@ -87,8 +87,8 @@ class RatioStatistics(StepStatistics):
         """
         Return the means.
 
-        On policy, a ratio further from 1 than `ratio_tolerance` is an error in an early round, and later a warning, as
-        is one further than a tenth of `epsilon`.
+        Before a round's first update, a ratio further from 1 than `ratio_tolerance` is an error in early rounds and a
+        warning later. A deviation above a tenth of `epsilon` is a warning.
         """
         columns = self.gather()
         self.reset()

@@ -25,8 +25,8 @@ class LockedError(ValueError):
 @contextlib.contextmanager
 def sole_writer(folder: str | Path, what: str, is_inside: bool = False) -> Iterator[Path | None]:
     """
-    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: several processes
-    check that they share the directory. Yields a file for error messages, which is deleted unless an error ends the
+    Lock a directory against other runs; `what` is written there. Call it in all processes of a run: they check that they
+    see the same directory. Yields a file for error messages, which is deleted unless an error ends the
     run.
     """
     from accelerate import PartialState
