@@ -147,7 +147,7 @@ def parts(module: str, function: str) -> dict[str, str]:
     for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STAGES":
             stages = zip(node.value.keys, node.value.values, strict=True)
-            return {ast.literal_eval(key): ast.unparse(value) for key, value in stages}
+            return {ast.literal_eval(key): ast.unparse(value.elts[0]) for key, value in stages}
     bodies = [
         node for node in body if isinstance(node, ast.FunctionDef) and function in (node.name, "main", "main_nft")
     ]
