@@ -89,6 +89,24 @@ class Hanging:
         return redness_reward(None, completions)
 
 
+@pytest.mark.parametrize("is_blocked", [True, False])
+def test_a_blocked_loop_ends_the_process_with_its_exit_code(is_blocked):
+    """Python would kill the loop's thread, at worst within native code."""
+    code = f"""
+import asyncio, threading, time
+from paco_trl.utils.background import abandon_at_exit, set_exit_code
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+abandon_at_exit(loop)
+set_exit_code(75)
+entered = threading.Event()
+loop.call_soon_threadsafe(lambda: (entered.set(), time.sleep(1e6 if {is_blocked} else 0)))
+entered.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == (75 if is_blocked else 0)
+
+
 def draw() -> list[float]:
     return [random.random(), np.random.rand(), torch.rand(1).item()]
 

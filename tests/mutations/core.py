@@ -253,7 +253,7 @@ MUTANTS = [
     (R + "limits.py", "if excludes_if_missing and count > math.ceil(", "if count > math.ceil(", SCORING + "::TestCeilings::test_an_optional_reward_may_fail"),
     (R + "limits.py", "count > math.ceil(args.max_reward_failures * len(values))", "count > args.max_reward_failures * len(values)", SCORING + "::TestCeilings::test_how_often_a_required_reward_may_fail"),
     ("paco_trl/utils/background.py", "        os._exit(_exit_code)\n", "        os._exit(1)\n", PREEMPTION + " -k 'wait_for_a_reward and thread'"),
-    ("paco_trl/utils/background.py", " or not all(map(_answers, _loops)):", ":", PREEMPTION + " -k 'wait_for_a_reward and loop'"),
+    ("paco_trl/utils/background.py", " or not all(map(_answers, _loops)):", ":", PREEMPTION + " -k blocked_loop"),
     ("paco_trl/utils/background.py", "    loop.set_default_executor(CallExecutor(None, \"calls\"))\n", "", PREEMPTION + " -k 'wait_for_a_reward and thread'"),
     (T + "round_trainer.py", 'group["lr"] = 0.0', "pass", "tests/test_resampling.py -k 'two_processes and TrainNothing and True'"),
     (T + "round_trainer.py", "if self.is_idle_step else", "if False else", RESAMPLING + " -k TrainNothing"),
