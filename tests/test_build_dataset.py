@@ -135,7 +135,7 @@ class TestStages:
         generated("pairs", test_size=0.4)
         pairs = loaded(folder / "pairs")
         training = SimpleNamespace(process_index=0, dataset_num_proc=None)
-        arguments = reward.ScriptArguments(dataset_name=str(folder / "pairs/dataset"))
+        arguments = reward.JudgeScriptArguments(dataset_name=str(folder / "pairs/dataset"))
         assert reward.load_pairs(arguments, training, "test", None)["id"][:] == pairs["test"]["id"][:]
 
     def test_other_themes_under_the_same_ids(self, generated, tmp_path):

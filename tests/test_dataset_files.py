@@ -327,7 +327,7 @@ PAIR = {
 
 
 def load_pairs(path, **options):
-    arguments = reward.ScriptArguments(dataset_name=str(path), **options)
+    arguments = reward.JudgeScriptArguments(dataset_name=str(path), **options)
     return reward.load_pairs(arguments, SimpleNamespace(dataset_num_proc=1), arguments.dataset_split, None)
 
 

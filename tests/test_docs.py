@@ -41,10 +41,10 @@ def classes_of(module) -> list[type]:
 COMMANDS = {
     "paco-trl grpo": [PaCoGRPOConfig, ScriptArguments],
     "paco-trl nft": [PaCoNFTConfig, ScriptArguments],
-    "paco-trl reward": [PaCoRewardConfig, reward.ScriptArguments],
+    "paco-trl reward": [PaCoRewardConfig, reward.JudgeScriptArguments],
     "paco-trl doctor grpo": [PaCoGRPOConfig, ScriptArguments, PlanArguments],
     "paco-trl doctor nft": [PaCoNFTConfig, ScriptArguments, PlanArguments],
-    "paco-trl doctor reward": [PaCoRewardConfig, reward.ScriptArguments, PlanArguments],
+    "paco-trl doctor reward": [PaCoRewardConfig, reward.JudgeScriptArguments, PlanArguments],
     "paco-trl build": classes_of(build_arguments),
     "paco-trl evaluate judge": [evaluate_arguments.JudgeArguments],
     "paco-trl evaluate": classes_of(evaluate_arguments),

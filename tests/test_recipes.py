@@ -45,7 +45,7 @@ from memory_plan import GIB, rows_of  # noqa: E402
 
 
 # What the parser of each command is made of
-CLASSES = {"grpo": (ScriptArguments, "PaCoGRPOConfig"), "reward": (reward.ScriptArguments, "PaCoRewardConfig")}
+CLASSES = {"grpo": (ScriptArguments, "PaCoGRPOConfig"), "reward": (reward.JudgeScriptArguments, "PaCoRewardConfig")}
 
 # The paper's figures, from the paper: none of them comes from a default of this package
 JUDGE = {

@@ -328,7 +328,7 @@ def test_fsdp2_resumes(workspace, fsdp2, alone, is_same):
 
 def test_a_directory_without_pairs_has_another_layout(tmp_path):
     (tmp_path / "a.png").touch()
-    arguments = reward.ScriptArguments(dataset_name=str(tmp_path), dataset_files=["pairs"])
+    arguments = reward.JudgeScriptArguments(dataset_name=str(tmp_path), dataset_files=["pairs"])
     with pytest.raises(
         FileNotFoundError, match=r"no layout of PaCo-Dataset: it has no pairs.json. .*`--dataset_split`"
     ):

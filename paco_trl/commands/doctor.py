@@ -422,7 +422,7 @@ def host_memory() -> int:
     return total if content == "max" else min(int(content), total)
 
 
-def judge_plan(script_args: reward.ScriptArguments, args: Any) -> MemoryPlan:
+def judge_plan(script_args: reward.JudgeScriptArguments, args: Any) -> MemoryPlan:
     """Plan the memory of a judge's training."""
     peft_config = LoraConfig(
         r=script_args.lora_r, target_modules=parse_target_modules(script_args.lora_target_modules)

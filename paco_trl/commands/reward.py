@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ScriptArguments:
+class JudgeScriptArguments:
     """Model, data and adapter of a judge."""
 
     model_name_or_path: str = option(
@@ -68,7 +68,7 @@ class ScriptArguments:
 
 
 def load_pairs(
-    script_args: ScriptArguments, training_args: "PaCoRewardConfig", split: str | None, files: list[str] | None
+    script_args: JudgeScriptArguments, training_args: "PaCoRewardConfig", split: str | None, files: list[str] | None
 ) -> "Dataset":
     """Load the pairs of a split, or of files of PaCo-Dataset, and check them."""
     from ..data import load_paco_dataset, rankings_to_pairs, validate_pairs
@@ -95,7 +95,7 @@ def load_pairs(
 
 
 def load_datasets(
-    script_args: ScriptArguments, training_args: "PaCoRewardConfig"
+    script_args: JudgeScriptArguments, training_args: "PaCoRewardConfig"
 ) -> tuple["Dataset", "Dataset | None"]:
     """Load the pairs for training and, if there are any, for evaluation."""
     train_dataset = load_pairs(script_args, training_args, script_args.dataset_split, script_args.dataset_files)
@@ -104,7 +104,7 @@ def load_datasets(
     return train_dataset, load_pairs(script_args, training_args, script_args.eval_split, script_args.eval_files)
 
 
-def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[OptionError]:
+def check_options(script_args: JudgeScriptArguments, *configs: Any) -> Iterator[OptionError]:
     """Yield errors of contradictory options, and of options for other data."""
     yield from check_names(script_args)
     if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
@@ -129,7 +129,7 @@ def check_options(script_args: ScriptArguments, *configs: Any) -> Iterator[Optio
     yield from find_unused(script_args, names, where, "dataset_split", "dataset_name", chosen_only=False)
 
 
-def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> None:
+def train(script_args: JudgeScriptArguments, training_args: "PaCoRewardConfig") -> None:
     """Train a judge, and save it."""
     import datasets
     from filelock import FileLock
@@ -179,7 +179,7 @@ def train(script_args: ScriptArguments, training_args: "PaCoRewardConfig") -> No
 def build_parser(*kinds: type, **kwargs) -> CommandParser:
     """Build the parser of a command with the options of `paco-trl reward`."""
     kwargs = {"is_launched": True, "check": check_options, **kwargs}
-    return CommandParser((ScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
+    return CommandParser((JudgeScriptArguments, "PaCoRewardConfig", *kinds), **kwargs)
 
 
 def main(arguments: list[str]) -> int:
