@@ -353,9 +353,9 @@ def test_rewards_of_the_evaluation(examine, monkeypatch):
 
     planted, load, loaded = {"judge": judge, "unable": unable}, script_arguments.load_reward, []
 
-    def load_counted(name, script_args):
+    def load_counted(name, script_args, judge):
         loaded.append(name)
-        return planted[name] if name in planted else load(name, script_args)
+        return planted[name] if name in planted else load(name, script_args, judge)
 
     monkeypatch.setattr(script_arguments, "load_reward", load_counted)
     for name, reward in planted.items():

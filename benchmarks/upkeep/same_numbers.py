@@ -284,7 +284,8 @@ def digests_of_command(case: dict[str, Any], model: Path, folder: Path) -> dict[
     if "panel_generation" in case:
         words += ["--panel_generation", case["panel_generation"]]
     if case["command"] == "prompts":
-        words += ["--rewards", "redness", "--height", 64, "--width", 64, "--bf16", False, "--num_generations", 2]
+        words += ["--rewards", "redness", "--edits", False, "--bf16", False, "--num_generations", 2]
+        words += [] if case["data"] == "sizes" else ["--height", 64, "--width", 64]  # the rows of `sizes` have theirs
         evaluate_arguments.main(["prompts", *map(str, words)])
     else:
         evaluate_arguments.main(["generate", *map(str, words), "--dtype", "float32", "--seeds", "0", "1"])
