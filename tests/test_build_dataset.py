@@ -141,13 +141,18 @@ class TestStages:
     def test_other_themes_under_the_same_ids(self, generated, tmp_path):
         """All that follows asks about the themes: they must be those of the images."""
         file = tmp_path / "prompts.jsonl"
+        generated("prompts", dataset_name=file)  # the same again
         file.write_text(file.read_text().replace("The journey", "The dinner"))
+        with pytest.raises(ValueError, match="prompts has other prompts, from prompts.jsonl. Delete the directory"):
+            generated("prompts", dataset_name=file)
+        shutil.rmtree(tmp_path / "build/prompts")
         generated("prompts", dataset_name=file)
         generated("rank")  # asks about nothing
         for stage in ("panels", "pairs"):
             with pytest.raises(ValueError, match="The prompts in build are not those that the grids"):
                 generated(stage)
         file.write_text(file.read_text().replace("The dinner", "The journey"))
+        shutil.rmtree(tmp_path / "build/prompts")
         generated("prompts", dataset_name=file)
         generated("pairs", test_size=0.4)
 

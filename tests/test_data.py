@@ -211,6 +211,12 @@ class TestCriteria:
         written = {"Identity": ["Same fox.", "Same hat."], "Style": "Alike."}
         assert criteria_dict(written) == expected
         assert criteria_dict(["A.", "B."]) == criteria_dict({"": ["A.", "B."]}) == {"": {"1": "A.", "2": "B."}}
+        assert criteria_dict(json.dumps(written)) == expected and criteria_dict(" A.") == {"": {"1": " A."}}
+        with pytest.raises(ValueError, match="which is not JSON"):
+            criteria_dict(str(written))
+        file = tmp_path / "prompts.csv"
+        Dataset.from_list([{"prompt": "A fox.", "criteria": json.dumps(written)}]).to_csv(file)
+        assert criteria_dict(load_image_set_prompts(file)[0]["criteria"]) == expected
         file = tmp_path / "prompts.jsonl"
         file.write_text(json.dumps({"prompt": "A fox.", "criteria": written}) + "\n")
         assert criteria_dict(load_image_set_prompts(file)[0]["criteria"]) == expected

@@ -18,7 +18,7 @@ import launching
 from chat_server import ChatServer
 from judge_server import pictures_of
 from paco_trl.commands import evaluate_arguments
-from paco_trl.data import demo_prompts_path
+from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.data.columns import typed_dataset
 from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.utils.chat import EndpointUnavailableError
@@ -175,6 +175,20 @@ class TestT2IS:
                 assert {option: settings[option] for option in panels if option in settings} == expected
                 assert [settings["height"], settings["width"]] == ([32, 48] if expected else [None, None])
             assert means(json.loads((tmp_path / name / "report" / "results.json").read_text()))["consistency"]
+
+    def test_grids_have_the_size_of_the_training_run(self, workspace, options, tmp_path):
+        shutil.copytree(workspace / "adapter", tmp_path / "adapter")
+        card = ImageModelCardData("it", "it", options["generate"][3], settings={"inference_size": [64, 96]})
+        save_card_data(card, tmp_path / "adapter")
+        rows = load_image_set_prompts(options["generate"][1]).remove_columns(["height", "width"])
+        rows.to_json(tmp_path / "sizeless.jsonl")
+        words = ["generate", "--dataset_name", str(tmp_path / "sizeless.jsonl"), *options["generate"][2:]]
+        words += ["--num_inference_steps", "1", "--output_dir", str(tmp_path / "out")]
+        with pytest.raises(ValueError, match=r"\(None, None\)"):
+            evaluate_arguments.main(words)
+        evaluate_arguments.main([*words, "--adapter", str(tmp_path / "adapter")])
+        settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+        assert [settings["height"], settings["width"]] == [64, 96]
 
     def test_one_system_is_generated_as_in_the_training_run(self, trained, options, tmp_path):
         words = ["generate", *options["generate"], "--num_inference_steps", "1", "--output_dir", str(tmp_path / "out")]

@@ -347,8 +347,17 @@ class TestStart:
         plant(folder, "contact_sheets/round_00000.png", "curves.png")
         make_trainer(output_dir=str(folder))
 
+    def test_the_adapter_to_train_is_not_deleted(self, trained, make_trainer, tmp_path):
+        folder = shutil.copytree(trained.args.output_dir, tmp_path / "run")
+        (checkpoint,) = folder.glob("checkpoint-*")
+        before = files_in(folder)
+        with pytest.raises(ValueError, match=f"'{checkpoint}' is in '{folder}', where `overwrite_output_dir` deletes"):
+            make_trainer(output_dir=str(folder), overwrite_output_dir=True, peft_config=str(checkpoint))
+        assert files_in(folder) == before
+        make_trainer(output_dir=str(tmp_path / "other"), overwrite_output_dir=True, peft_config=str(checkpoint))
+
     @pytest.mark.parametrize("kind", ["grpo", "judge"])
-    def test_only_what_a_run_has_written_is_deleted(self, trained, make_trainer, make_judge, tmp_path, kind):
+    def test_only_what_a_run_has_written_is_deleted(self, trained, make_trainer, make_judge, tmp_path, kind, caplog):
         folder = shutil.copytree(trained.args.output_dir, tmp_path / "run")
         mine = [
             "evaluation/notes.txt",
@@ -363,6 +372,7 @@ class TestStart:
         after = files_in(folder)
         assert {name: after.get(name) for name in mine} == {name: f"my own {name}".encode() for name in mine}
         assert not {"evaluation/eval-calibration-000001.png", "evaluation/eval_baseline.pt"} & after.keys()
+        assert f"`overwrite_output_dir` has deleted checkpoint-1 of '{folder}'" in caplog.text
         assert not any(name.startswith(("checkpoint-1/", "contact_sheets/round")) for name in after)
 
 

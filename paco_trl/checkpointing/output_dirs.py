@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ..hub.files import RUN_FILE, RUN_OUTPUTS, check_no_foreign_files, find_published_patterns, select_files
 from ..utils.differences import differences
@@ -92,10 +93,29 @@ def check_no_model(output_dir: str | Path) -> None:
         )
 
 
-def delete_run(output_dir: str | Path) -> None:
-    """Delete the checkpoints, curves, sheets and evaluations of an earlier run, but keep its prompt embeddings."""
-    for checkpoint in list_checkpoints(output_dir):
-        if (checkpoint / RUN_FILE).exists():
-            delete_checkpoint(checkpoint)
+def _own_checkpoints(output_dir: str | Path) -> list[Path]:
+    return [checkpoint for checkpoint in list_checkpoints(output_dir) if (checkpoint / RUN_FILE).exists()]
+
+
+def check_not_overwritten(output_dir: str | Path, *models: Any) -> None:
+    """Reject an adapter or a model to train in a checkpoint that `overwrite_output_dir` would delete."""
+    for model in models:
+        for checkpoint in _own_checkpoints(output_dir) if isinstance(model, str) else ():
+            if Path(model).resolve().is_relative_to(checkpoint.resolve()):
+                raise ValueError(
+                    f"'{model}' is in '{output_dir}', where `overwrite_output_dir` deletes all checkpoints. Name another "
+                    "`output_dir`."
+                )
+
+
+def delete_run(output_dir: str | Path) -> list[str]:
+    """
+    Delete the checkpoints, curves, sheets and evaluations of an earlier run, but keep its prompt embeddings; return the
+    names of the checkpoints.
+    """
+    checkpoints = _own_checkpoints(output_dir)
+    for checkpoint in checkpoints:
+        delete_checkpoint(checkpoint)
     for path in select_files(output_dir, RUN_OUTPUTS).values():
         path.unlink(missing_ok=True)
+    return [checkpoint.name for checkpoint in checkpoints]

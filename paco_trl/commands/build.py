@@ -92,6 +92,11 @@ def make_prompts(args: arguments.PromptsArguments) -> None:
         )
         report["diversification"] = diversity
     folder = stage(args, "prompts")
+    if folder.is_done and digest_of_prompts(folder.load()) != digest_of_prompts(prompts):
+        raise ValueError(
+            f"{folder.path} has other prompts, from {folder.report.get('source', 'a language model')}. Delete the "
+            "directory to replace them, or choose another `--build_dir`."
+        )
     folder.finish(prompts, report)
     finish(folder)
 

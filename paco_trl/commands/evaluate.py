@@ -74,14 +74,16 @@ def _load_as_trained(args: arguments.GenerateArguments | arguments.ImagesArgumen
     if args.benchmark == "t2is":
         args.set_layout = args.set_layout or run.get("set_layout")
     benchmark = _load_benchmark(args)
-    if _has_separate(benchmark):
+    options: dict[str, Any] = {}
+    if is_separate := _has_separate(benchmark):
         options = {name: run.get(name) or getattr(PaCoGRPOConfig, name) for name in PANEL_OPTIONS}
-        has_sizes = "height" in benchmark.column_names and None not in benchmark["height"]
-        if run.get("set_layout") == SEPARATE and "inference_size" in run and not has_sizes:
-            options |= dict(zip(("height", "width"), run["inference_size"], strict=True))
-        for name, value in options.items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
+    has_sizes = "height" in benchmark.column_names and None not in benchmark["height"]
+    # The size of a set that is one image says nothing of separate images
+    if "inference_size" in run and not has_sizes and is_separate == (run.get("set_layout") == SEPARATE):
+        options |= dict(zip(("height", "width"), run["inference_size"], strict=True))
+    for name, value in options.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return benchmark
 
 

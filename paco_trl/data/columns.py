@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and types of dataset columns."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,9 +122,14 @@ def criteria_dict(criteria: Any) -> dict[str, dict[str, str]]:
 
     Criteria are the list of `{"dimension", "name", "text"}` that [`convert_t2is`] writes, or map each dimension to a
     text, to texts, or to texts by name, as T2IS-Bench's files do. Texts without a name are numbered, and a text or a
-    list of texts without dimensions is the dimension `""`. Names whose text is `None` are left out; `None` gives no
+    list of texts without dimensions is the dimension `""`. Text that begins with a brace or a bracket is read as JSON. Names whose text is `None` are left out; `None` gives no
     criteria. Anything else is a `ValueError`.
     """
+    if isinstance(criteria, str) and criteria.lstrip()[:1] in ("{", "["):  # a cell of a CSV file
+        try:
+            criteria = json.loads(criteria)
+        except ValueError as error:
+            raise ValueError(f"`criteria` is {shorten(criteria)}, which is not JSON: {error}.") from None
     by_dimension = criteria if isinstance(criteria, Mapping) else {"": criteria}
     result: dict[str, dict[str, str]] = {}
     for dimension, entries in by_dimension.items():

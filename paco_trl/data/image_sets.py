@@ -84,7 +84,9 @@ def _check_rows(rows: list[Mapping[str, Any]], names: list[str]) -> None:
                 "`load_edit_prompts`."
             )
         remedy = "A set in a grid has `rows`, `cols` and `panels`; leave all three out for single images."
-        if "layout" in names:
+        if missing == ["prompt"] and {"theme", "panels"} <= {*names}:
+            remedy = "Write it with `format_image_set_prompt(theme, rows, cols, panels)`."
+        elif "layout" in names:
             remedy = "Convert raw T2IS rows with `convert_t2is`."
         raise ValueError(f"The prompts have no {' and no '.join(f'`{name}`' for name in missing)}. {remedy}")
     for index, row in enumerate(rows):

@@ -107,7 +107,8 @@ def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> D
 
 def _stored_criteria(index: int, criteria: Any) -> Any:
     try:
-        return criteria_list(criteria) if isinstance(criteria, dict) else criteria
+        is_json = isinstance(criteria, str) and criteria.lstrip()[:1] in ("{", "[")
+        return criteria_list(criteria) if isinstance(criteria, dict) or is_json else criteria
     except ValueError as error:
         raise ValueError(f"Row {index}: {error}") from None
 

@@ -95,10 +95,10 @@ def load_t2is_bench(
     names = zip(name_prompts(dataset), dataset, strict=True)
     invalid_names = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
     if len(invalid_names) == len(dataset):
-        found = ", ".join(sorted({name for row in dataset for name in criteria_dict(row.get("criteria"))})) or "none"
+        found = {name or "texts without one" for row in dataset for name in criteria_dict(row.get("criteria"))}
         raise ValueError(
             f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of one of the dimensions "
-            f"{', '.join(CONSISTENCY.values())} (`criteria` has {found}). For your own prompts use `paco-trl evaluate "
+            f"{', '.join(CONSISTENCY.values())} (`criteria` has {join_first(sorted(found)) or 'none'}). For your own prompts use `paco-trl evaluate "
             "prompts`."
         )
     if invalid_names:

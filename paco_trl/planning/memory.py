@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datasets import Dataset
 from peft import LoraConfig
 
+from ..data.columns import check_is_dataset
 from ..rewards.paco_reward import read_judge_config
 from ..rollout.adapters import SavedAdapter
 from ..trainer.paco_grpo_config import PaCoGRPOConfig
@@ -71,6 +72,13 @@ def plan_memory(
     print(plan)
     ```
     """
+    if not isinstance(model, str) or not isinstance(args, PaCoGRPOConfig | PaCoRewardConfig):
+        raise TypeError(
+            f"`model` is a {type(model).__name__} and `args` a {type(args).__name__}; pass the Hub id or directory of a "
+            "model, and the config of a trainer of this package."
+        )
+    if train_dataset is not None:
+        check_is_dataset(train_dataset, "train_dataset")
     run: ImageRun | JudgeRun
     stage = None if args.deepspeed_plugin is None else args.deepspeed_plugin.zero_stage
     with tempfile.TemporaryDirectory() as folder:

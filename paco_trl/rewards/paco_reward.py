@@ -171,6 +171,8 @@ class PaCoReward:
                 does not encode Yes and No as one token each.
         """
         model = os.fspath(model)
+        if dtype != "auto" and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+            raise ValueError(f"`dtype` is {dtype!r}; pass 'auto' or a dtype of torch, such as 'bfloat16'.")
         if quantization is not None:
             compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
             config = quantization_config(quantization, compute_dtype)

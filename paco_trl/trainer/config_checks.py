@@ -234,8 +234,9 @@ def _step_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     last = args.num_inference_steps - 1
     if not args.sde_steps or len({*args.sde_steps} & {*range(last)}) != len(args.sde_steps):
         yield OptionError(
-            f"`sde_steps` is {args.sde_steps}; it must name at least one step, each once, from 0 to {last - 1}: the "
-            f"noise of the last, {last}, would stay in the image.", "sde_steps", "num_inference_steps",
+            f"`sde_steps` is {args.sde_steps}; with `num_inference_steps` {last + 1} it must name at least one step, each "
+            f"once, from 0 to {last - 1}: the noise of the last, {last}, would stay in the image.",
+            "sde_steps", "num_inference_steps",
         )  # fmt: skip
     else:
         if args.num_sde_steps is not None and not 1 <= args.num_sde_steps <= len(args.sde_steps):

@@ -272,6 +272,8 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = PaCoRewardConfig(f"{Path(name).name}-PaCo-Reward")
+        if not isinstance(args, PaCoRewardConfig):
+            raise TypeError(f"`args` is a {type(args).__name__}; it must be a `PaCoRewardConfig`.")
         args = copy_config(args)
         if optimizer_cls_and_kwargs is not None:
             check_optimizer_class(optimizer_cls_and_kwargs)
@@ -312,7 +314,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
             processor=describe(processing_class), pairs_per_step=pairs,
         )  # fmt: skip
         self._identity["base_model"] = Path(base_model_name(name)).name
-        self._check_run(args)
+        self._check_run(args, name)
         if isinstance(model, str):
             args.model_init_kwargs = init_kwargs
         config = AutoConfig.from_pretrained(model, **source) if isinstance(model, str) else model.config

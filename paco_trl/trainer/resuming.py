@@ -34,6 +34,7 @@ from ..checkpointing.checkpoints import (
 from ..checkpointing.output_dirs import (
     check_no_checkpoints,
     check_no_model,
+    check_not_overwritten,
     check_output_dir,
     check_same_run,
     delete_run,
@@ -42,10 +43,14 @@ from ..checkpointing.output_dirs import (
 from ..utils.differences import differences
 from ..utils.fsdp import gather_state, load_state
 from ..utils.locks import sole_writer
+from ..utils.logs import get_logger
 from ..utils.processes import end_training
 from ..utils.stopping import StopRequested, agree, defer_stop_signals, raise_stop, stop_signals
 from .model_cards import TRAIN_SECONDS, training_seconds
 from .publishing import HubTrainer
+
+
+logger = get_logger(__name__)
 
 
 class FunctionCallback(TrainerCallback):
@@ -101,12 +106,17 @@ class ExactResumeMixin(HubTrainer):
         if self.args.process_index == 0:
             mark_output_dir(self.args.output_dir)
 
-    def _check_run(self, args: TrainingArguments) -> None:
-        """Compare this run with the one in the checkpoint to resume from, or in the output directory."""
+    def _check_run(self, args: TrainingArguments, *models: Any) -> None:
+        """
+        Compare this run with the one in the checkpoint to resume from, or in the output directory; `models` are those
+        that it trains.
+        """
         self._checked = find_checkpoint(args.output_dir, args.resume_from_checkpoint)
         if self._checked is not None:
             self._check_resumed_run(self._checked, args)
-        elif not args.overwrite_output_dir:
+        elif args.overwrite_output_dir:
+            check_not_overwritten(args.output_dir, *models)
+        else:
             check_same_run(args.output_dir, self._identity)
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> Path | None:
@@ -120,7 +130,8 @@ class ExactResumeMixin(HubTrainer):
             if self.state.global_step == 0:  # otherwise it is this trainer's
                 check_no_model(args.output_dir)
         elif checkpoint is None and args.should_save:
-            delete_run(args.output_dir)
+            if deleted := delete_run(args.output_dir):
+                logger.warning(f"`overwrite_output_dir` has deleted {', '.join(deleted)} of '{args.output_dir}'.")
         return checkpoint
 
     @contextmanager

@@ -334,7 +334,7 @@ class RoundTrainer(ExactResumeMixin, GRPOTrainer):
         self._identity["quantization"] = self._identity["quantization"] or loaded
         published_patterns = TRANSFORMER if adapter is None else PIPELINE_ADAPTER
         self._open_output_dir(args, published_patterns)
-        self._check_run(args)
+        self._check_run(args, model, saved and saved.name)
         source = model if isinstance(model, str) else getattr(model, "name_or_path", None)
         self._init_hub(args, source and str(source), published_patterns)  # a name may be a Path
 

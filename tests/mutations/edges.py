@@ -968,7 +968,7 @@ DATASET_BUILDING = [
     *_mutants(
         "trainer/paco_reward_trainer.py",
         "test_paco_reward_trainer.py::TestResumed",
-        ("        self._check_run(args)\n", ""),
+        ("        self._check_run(args, name)\n", ""),
     ),
     *_mutants(
         "trainer/model_cards.py",
@@ -1157,7 +1157,7 @@ SEPARATE_SETS = [
         "test_evaluate_generation.py::TestT2IS::test_both_systems_are_generated_as_in_the_training_run "
         "test_evaluate_generation.py::TestT2IS::test_what_would_fail_after_hours_is_found_before",
         ('        args.set_layout = args.set_layout or run.get("set_layout")\n', "        pass\n"),
-        ("            if getattr(args, name) is None:\n", "            if True:\n"),
+        ("        if getattr(args, name) is None:\n", "        if True:\n"),
         ("        _load_as_trained(args, spec)  # the base", "        str(args)  # the base"),
     ),
     *_mutants(
