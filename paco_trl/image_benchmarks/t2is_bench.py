@@ -94,13 +94,16 @@ def load_t2is_bench(
     dataset = load_image_set_prompts(name_or_path, split, config) if folder is None else read_t2is_bench(folder)
     names = zip(name_prompts(dataset), dataset, strict=True)
     invalid_names = [name for name, row in names if row["rows"] * row["cols"] < 2 or not consistency_criteria(row)]
+    found = {name or "texts without one" for row in dataset for name in criteria_dict(row.get("criteria"))}
+    dimensions = ", ".join(CONSISTENCY.values())
     if len(invalid_names) == len(dataset):
-        found = {name or "texts without one" for row in dataset for name in criteria_dict(row.get("criteria"))}
         raise ValueError(
             f"'{name_or_path}' is no benchmark: no prompt has several panels and criteria of one of the dimensions "
-            f"{', '.join(CONSISTENCY.values())} (`criteria` has {join_first(sorted(found)) or 'none'}). For your own prompts use `paco-trl evaluate "
-            "prompts`."
+            f"{dimensions} (`criteria` has {join_first(sorted(found)) or 'none'}). For your own prompts use `paco-trl "
+            "evaluate prompts`."
         )
+    if unknown := [name for name in sorted(found) if name.lower() not in CONSISTENCY]:
+        logger.warning(f"Criteria of {join_first(unknown)} are not scored: the dimensions are {dimensions}.")
     if invalid_names:
         raise ValueError(
             f"The prompt {invalid_names[0]!r} has a single panel, or no criterion of consistency. Leave it out."
