@@ -20,7 +20,7 @@ from paco_trl.hub.files import JUDGE, JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORM
 from paco_trl.hub.pushing import select_files
 from paco_trl.hub.repositories import prepare_repo
 from paco_trl.utils.model_files import CARD_DATA_FILE
-from paco_trl.utils.stopping import EXIT_CODE, StopRequested
+from paco_trl.utils.stopping import EXIT_CODE, raise_stop
 
 
 PATTERNS = [
@@ -341,7 +341,7 @@ class TestOutages:
         def push_and_stop() -> None:
             pusher_of(str(tmp_path)).push_checkpoint(make_checkpoint(str(tmp_path), 2), "step 2")
             asked.wait(60)
-            raise StopRequested(signal.SIGTERM)
+            raise_stop(signal.SIGTERM)
 
         def fault(method: str, path: str) -> None:
             asked.set()
