@@ -110,7 +110,7 @@ def test_an_error_while_a_checkpoint_is_replaced_loses_none(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("error", "advice"),
-    [(OSError(28, "No space left on device"), "Free disk space"), (ValueError("odd"), "its cause")],
+    [(OSError(28, "No space left on device"), "Free disk space"), (ValueError("odd"), "Mend the cause and resume")],
 )
 def test_an_error_of_any_type_ends_on_all_processes(tmp_path, error, advice):
     """Other types would leave the other processes waiting."""

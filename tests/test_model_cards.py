@@ -42,6 +42,7 @@ from paco_trl.hub.cards import metadata, render_card, replace_repo_id
 from paco_trl.hub.files import PIPELINE_ADAPTER
 from paco_trl.hub.licenses import License, base_license, read_license
 from paco_trl.rewards import ClipTReward, ConsistencyReward, ServedJudge, redness_reward
+from paco_trl.rollout import FluxFamily
 from paco_trl.trainer.model_cards import cached_commit, latest_pictures, reward_rows, training_seconds
 from paco_trl.utils.model_files import CARD_DATA_FILE
 from test_paco_reward_trainer import colours
@@ -620,3 +621,14 @@ def test_a_card_names_the_rewards_of_before_a_resume():
         ImageModelCardData("a", "u/a", "/models/base"), method="PaCo-GRPO", rewards=[red, bright]
     )
     assert "| bright | in an earlier part of the run | 0.5000 | not scored |" in str(render_card(card))
+
+
+def test_arguments_that_a_card_cannot_state_are_left_out_with_a_warning(make_trainer, caplog):
+    class WithScale(FluxFamily):
+        def call_arguments(self, *args, **kwargs):
+            return super().call_arguments(*args, **kwargs) | {"joint_attention_kwargs": {"scale": 1.0}}
+
+    trainer = make_trainer(family=WithScale())
+    call = trainer._model_card().call
+    assert "joint_attention_kwargs" not in call and call["guidance_scale"] is not None
+    assert "leave out the pipeline's argument(s) joint_attention_kwargs" in caplog.text

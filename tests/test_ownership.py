@@ -353,6 +353,9 @@ class TestStart:
         before = files_in(folder)
         with pytest.raises(ValueError, match=f"'{checkpoint}' is in '{folder}', where `overwrite_output_dir` deletes"):
             make_trainer(output_dir=str(folder), overwrite_output_dir=True, peft_config=str(checkpoint))
+        with pytest.raises(ValueError, match="is in .*, where `overwrite_output_dir` deletes"):  # a file of it
+            file = str(checkpoint / "pytorch_lora_weights.safetensors")
+            make_trainer(output_dir=str(folder), overwrite_output_dir=True, peft_config=file)
         assert files_in(folder) == before
         make_trainer(output_dir=str(tmp_path / "other"), overwrite_output_dir=True, peft_config=str(checkpoint))
 

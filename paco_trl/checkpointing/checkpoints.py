@@ -305,7 +305,7 @@ def write_checkpoint(
                 if not _find_replaced(Path(output_dir)):  # otherwise it has the only complete copies
                     _delete_staged(folder)  # to free its space
             is_disk_full = any(words in failure for failure in failures for words in _DISK_FULL)
-            advice = "Free disk space and resume" if is_disk_full else "Resume when its cause is gone"
+            advice = "Free disk space and resume" if is_disk_full else "Mend the cause and resume"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to '{output_dir}' ({'; '.join(failures)}). "
                 f"{advice} (`resume_from_checkpoint=True`)."

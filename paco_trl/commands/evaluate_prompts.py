@@ -173,8 +173,8 @@ def _read_systems(args: PromptsArguments) -> list[PipelineSpec]:
         others = [read_adapter(adapter, first_spec.model, **options) for adapter in adapters[1:]]
     except OtherBaseError as error:
         raise ValueError(
-            f"The base model of '{adapters[0]}' is '{first_spec.model}', and another adapter has another. {error} "
-            "Otherwise evaluate them separately."
+            f"{str(error).partition('. ')[0]}. Adapters that are evaluated together have one base model: evaluate them "
+            "separately."
         ) from error
     adapter_specs = [first_spec, *others] if adapters else []
     systems = [

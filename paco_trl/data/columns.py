@@ -116,6 +116,11 @@ def roles_of(count: int, roles: Any, where: str) -> list[str]:
     return roles
 
 
+def is_json_text(value: Any) -> bool:
+    """Return whether a value is a text that holds a JSON object or list, as a cell of a CSV file does."""
+    return isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
+
+
 def criteria_dict(criteria: Any) -> dict[str, dict[str, str]]:
     """
     Convert the criteria of one row to dimension -> name -> text.
@@ -125,7 +130,7 @@ def criteria_dict(criteria: Any) -> dict[str, dict[str, str]]:
     list of texts without dimensions is the dimension `""`. Text that begins with a brace or a bracket is read as JSON. Names whose text is `None` are left out; `None` gives no
     criteria. Anything else is a `ValueError`.
     """
-    if isinstance(criteria, str) and criteria.lstrip()[:1] in ("{", "["):  # a cell of a CSV file
+    if is_json_text(criteria):
         try:
             criteria = json.loads(criteria)
         except ValueError as error:

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from ..utils.data_names import LINES, PARQUET, TABLES, TEXT_DATA, data_ending
 from ..utils.text import read_text, shorten
-from .columns import criteria_list
+from .columns import criteria_list, is_json_text
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -107,8 +107,7 @@ def dataset_of_rows(rows: list[dict[str, Any]], where: str = "the dataset") -> D
 
 def _stored_criteria(index: int, criteria: Any) -> Any:
     try:
-        is_json = isinstance(criteria, str) and criteria.lstrip()[:1] in ("{", "[")
-        return criteria_list(criteria) if isinstance(criteria, dict) or is_json else criteria
+        return criteria_list(criteria) if isinstance(criteria, dict) or is_json_text(criteria) else criteria
     except ValueError as error:
         raise ValueError(f"Row {index}: {error}") from None
 

@@ -431,7 +431,7 @@ def _number_errors(args: SimpleNamespace) -> Iterator[OptionError]:
 
 def _saving_errors(args: SimpleNamespace) -> Iterator[OptionError]:
     strategies = [str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy)]
-    if strategies[0] == "best" and strategies[1] == "no" and not args.eval_on_start:
+    if strategies[0] == "best" and strategies[1] == "no":
         yield OptionError(
             "`save_strategy` is 'best', but `eval_strategy` is 'no': without an evaluation nothing is saved before the "
             "end. Set `eval_strategy`, or another `save_strategy`.",

@@ -138,11 +138,12 @@ class Evaluator:
         Evaluate the averaged weights, and with `eval_baseline` the model before training. Collective: call on all
         ranks.
         """
-        is_known = self.baseline_key(rows) in self._baselines
+        num_known = len(self._baselines)
         before = self.ensure_baseline(rows, name, trained) if self.args.eval_baseline else None
         if before is not None:
+            is_new = len(self._baselines) > num_known
             # The untrained weights of full fine-tuning are those at the start; an adapter may continue a trained one
-            is_start = not is_known and trained.state.global_step == 0 and not isinstance(trained.model, PeftModel)
+            is_start = is_new and trained.state.global_step == 0 and not isinstance(trained.model, PeftModel)
             if is_start or trained.has_zero_adapter(self.policy.accelerator):
                 return Comparison(before, before, is_untrained=True)
         with trained.with_average():

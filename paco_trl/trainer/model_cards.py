@@ -19,9 +19,13 @@ from ..plots.contact_sheet import CARD, CARD_PROMPTS
 from ..rollout import Family
 from ..rollout.prompt_rows import ResolvedRows
 from ..utils.fsdp import shards_weights
+from ..utils.logs import get_logger
 from ..utils.names import is_local, public_name
 from .paco_grpo_config import PaCoGRPOConfig
 from .paco_reward_config import PaCoRewardConfig
+
+
+logger = get_logger(__name__)
 
 
 TRAIN_SECONDS = "train_seconds"  # key of the log
@@ -117,7 +121,11 @@ def pipeline_call(pipeline, family: Family, args: PaCoGRPOConfig, rows: Resolved
     arguments["max_sequence_length"] = family.max_sequence_length(pipeline)
     has_column = "negative_prompt" in rows.dataset.column_names
     arguments["negative_prompt"] = rows.negative_prompts[0] if has_column else args.negative_prompt
-    # A card states texts and numbers. Other arguments, such as a family's `attention_kwargs`, are the pipeline's own
+    if unstated := [name for name, value in arguments.items() if name != "image" and not is_stated(value)]:
+        logger.warning_once(
+            f"The card and `load_for_inference` leave out the pipeline's argument(s) {', '.join(unstated)}: they can state "
+            "texts and numbers only. Pass them yourself to generate as in training."
+        )
     arguments = {name: value for name, value in arguments.items() if is_stated(value)}
     return {name: value for name, value in arguments.items() if value is not None and name != "image"}
 
