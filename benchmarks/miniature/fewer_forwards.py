@@ -7,7 +7,8 @@ Train with fewer forwards of the transformer than half the tail needs, and read 
     python benchmarks/miniature/fewer_forwards.py                # in seconds: results and plot of finished runs
 
 Each run is kept in `--work_dir` and not repeated; a killed one resumes. Sets (the judge of the demo) and edits. The
-trainers that leave out images of a group, or cache the tail, are below and not in the package: see README.md, (l).
+trainers that leave out images of a group, cache the tail, or use a round twice, are below and not in the package: see
+README.md, (l).
 """
 
 import argparse
@@ -34,6 +35,7 @@ from miniature.settings import EDITS
 from paco_trl import PaCoGRPOTrainer, PaCoReward
 from paco_trl.rewards import EditReward, RubricReward
 from paco_trl.rollout import Family, RecordedStep
+from paco_trl.rollout.policy import compute_log_prob
 from paco_trl.rollout.recording_pipeline import _batched
 from paco_trl.rollout.rounds import Batch
 from paco_trl.trainer.round_schedule import TrainingRound
@@ -117,6 +119,30 @@ class CachedTail(PaCoGRPOTrainer):
             yield stack.enter_context(super()._generating(training_round))
 
 
+# ---- A round used twice ----
+
+
+class UsedTwice(PaCoGRPOTrainer):
+    """
+    Correct the second pass over a round as OP-GRPO does (arXiv 2604.04142): clip around the policy that begins the
+    pass, and multiply advantages by its sequence-level ratio to the policy that generated the images.
+    """
+
+    def _prepare_inputs(self, inputs):
+        if self._step % self.schedule.micro_steps_per_round == self.schedule.plan.steps_per_generation:
+            for batch in self.round.micro_batches:
+                batch.steps = [self._recenter(batch, step) for step in batch.steps]
+        return super()._prepare_inputs(inputs)
+
+    @torch.no_grad()
+    def _recenter(self, batch: Batch, step: RecordedStep) -> RecordedStep:
+        log_prob, mean, _ = compute_log_prob(self._velocities(self.model, step)[0], step, self.round.sde)
+        ratios = torch.exp(log_prob - step.log_prob)  # (B,), of the step that is trained: the whole sequence
+        for sample, ratio in zip(batch.samples, ratios.tolist(), strict=True):
+            sample.advantage *= ratio
+        return replace(step, log_prob=log_prob, mean=mean)
+
+
 # ---- The settings ----
 
 
@@ -128,13 +154,14 @@ class Arm:
     trained: int = 16
     steps: int = 8
     iterations: int = 1
+    recentered: int = 0  # forwards without gradients between the passes
     trainer: type[PaCoGRPOTrainer] = PaCoGRPOTrainer
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def forwards(self) -> float:
         """Forwards of the transformer for an image of a round, of which a backward counts as one."""
-        return 2 + self.tail + 2 * self.iterations * self.trained / 16
+        return 2 + self.tail + 2 * self.iterations * self.trained / 16 + self.recentered
 
     def training(self) -> dict[str, Any]:
         """Return the trainer and the options that make the setting."""
@@ -155,6 +182,7 @@ ARMS = {
     "6 steps, half the images": Arm(2, trained=8, steps=6),
     "half the images twice": Arm(3, trained=8, iterations=2),
     "cached tail": Arm(2, trainer=CachedTail),
+    "each round twice": Arm(3, iterations=2, recentered=1, trainer=UsedTwice),
 }
 # What is read of each world, and the levels of the first
 TRUTHS = {"sets": ("consistency", "prompt_following"), "edits": ("success", "done", "unchanged")}
