@@ -362,6 +362,20 @@ def test_a_report_of_the_users_is_not_replaced(results, tmp_path, name):
         save_generation_report(copy.deepcopy(results), tmp_path / "new")
 
 
+def test_a_report_that_loses_metrics_is_said(results, tmp_path, caplog):
+    for _ in range(2):
+        save_generation_report(copy.deepcopy(results), tmp_path)
+    assert "is replaced" not in caplog.text
+    fewer = copy.deepcopy(results)
+    for table in fewer["tables"]:
+        table["rows"] = [row for row in table["rows"] if row["label"] != "Style"]
+    save_generation_report(fewer, tmp_path)
+    assert "is replaced by one without Style. " in caplog.text
+    caplog.clear()
+    save_generation_report(copy.deepcopy(results), tmp_path)  # none is lost
+    assert "is replaced" not in caplog.text
+
+
 @pytest.mark.parametrize("has_place", [True, False])
 def test_text_below_results_whose_end_is_not_marked(results, card, caplog, has_place):
     add_results_to_card(card, results)

@@ -49,6 +49,10 @@ def test_as_it_was_trained(run, tmp_path):
     assert pipeline_quantization(load_for_inference(run, quantization=None)[0]) is None
     with pytest.raises(TypeError, match="`offload` is 'no'"):
         load_for_inference(run, offload="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`adapter_or_model` is None; pass a Hub id"):
+        load_for_inference(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"/vae' is a component of the model '{pipe.name_or_path}'. Pass that"):
+        load_for_inference(f"{pipe.name_or_path}/vae")
     # Its newest model, where a later checkpoint is newer; the adapter is part of it
     base, _ = load_for_inference(pipe.name_or_path, dtype="float32", quantization="int8")
     assert not np.array_equal(draw(base), image)

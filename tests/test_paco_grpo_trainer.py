@@ -848,6 +848,8 @@ class TestBadInput:
         splits = DatasetDict({"train": prompts, "test": prompts})
         with pytest.raises(TypeError, match="`train_dataset` is a `DatasetDict`"):
             make_trainer(model=self.NOWHERE, train_dataset=splits)
+        with pytest.raises(TypeError, match=r"`eval_dataset\['held out'\]` is missing"):
+            make_trainer(model=self.NOWHERE, eval_dataset={"seen": prompts, "held out": None})
         trainer = make_trainer(eval_dataset=splits)  # each split is evaluated
         with pytest.raises(TypeError, match="`eval_dataset` is"):
             trainer.evaluate(stream)

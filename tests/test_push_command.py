@@ -170,9 +170,13 @@ class TestCommand:
 
     def test_refused_before_anything_is_written(self, hub, push, tmp_path):
         run = save_adapter(tmp_path / "run", "one")
-        for words in ((run,), (run, "--hub_model_id", "new"), (tmp_path, "--hub_model_id", "new")):
-            code, said = push(*words, token=None)  # before it is asked what and where to
-            assert code == 1 and "push: There is no token of the Hub. Log in with `hf auth login`" in said
+        for words, message in (
+            ((run,), "has no repository yet. Pass `--hub_model_id user/name`"),  # what needs no token is said first
+            ((tmp_path, "--hub_model_id", "new"), "has no complete saved model"),
+            ((run, "--hub_model_id", "new"), "There is no token of the Hub. Log in with `hf auth login`"),
+        ):
+            code, said = push(*words, token=None)
+            assert code == 1 and message in said
             assert len(said.splitlines()) == 1
         assert not hub.repos and not (run / ".pushing").exists()
 

@@ -84,7 +84,11 @@ class ServeArguments:
     served_model_name: str = option("paco-reward", "Name of the judge on the server. An adapter's base gets `-base`.")
     host: str = option("127.0.0.1", "Address to listen on. The default can only be reached from this machine.")
     port: int = option(8000, "Port to listen on.")
-    dtype: str = option("auto", "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.")
+    dtype: str = option(
+        "auto",
+        "`auto` (float32 files become float16), `bfloat16`, `float16` or `float32`.",
+        choices=("auto", *DTYPES),
+    )
     max_model_len: int = option(_MAX_MODEL_LEN, "Tokens of a query with its two images, and its answer.")
     gpu_memory_utilization: float | None = option(None, "Fraction of the GPU's memory. If `None`, vLLM's default.")
     vllm: str = option(

@@ -20,8 +20,6 @@ from .model_arguments import PushArguments
 
 def push(args: PushArguments) -> str:
     """Upload a saved model, and return the address of the repository."""
-    api = HfApi(library_name="paco_trl")
-    check_token(api)
     folder = Path(args.folder)
     model = find_saved_model(folder)
     card = load_card_data(model)
@@ -32,6 +30,8 @@ def push(args: PushArguments) -> str:
     repo_id = args.hub_model_id or saved_settings.get("repo_id")
     if repo_id is None:
         raise OptionError(f"'{run}' has no repository yet. Pass `--hub_model_id user/name`.")
+    api = HfApi(library_name="paco_trl")
+    check_token(api)
     # The settings of the run's repository do not apply to another one
     run_id = saved_settings.get("repo_id", "")
     run_settings = saved_settings if args.hub_model_id in (None, run_id, run_id.split("/")[-1]) else {}

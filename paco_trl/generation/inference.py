@@ -189,7 +189,7 @@ def load_for_inference(
         empty if none are recorded.
 
     Raises:
-        TypeError: If `offload` is not a `bool`.
+        TypeError: If `adapter_or_model` is no name, or `offload` no `bool`.
         ValueError: If no base model is named, the adapter was trained on another one, or it belongs to a judge.
 
     Example:
@@ -201,6 +201,8 @@ def load_for_inference(
     image = pipe("A red fox in the snow.", **call).images[0]
     ```
     """
+    if not isinstance(adapter_or_model, str | os.PathLike):
+        raise TypeError(f"`adapter_or_model` is {adapter_or_model!r}; pass a Hub id or a directory.")
     if not isinstance(offload, bool | None):
         raise TypeError(f"`offload` is {offload!r}; pass `True`, `False` or `None`.")
     options: dict[str, Any] = {"revision": revision, "dtype": dtype, "quantization": quantization, "offload": offload}

@@ -78,14 +78,25 @@ def save_generation_report(results: GenerationResults, output_dir: str | Path, n
         "report.html": page,
     }
     existing = [name for name in texts if (folder / name).exists()]
-    if existing and not {"systems", "tables"} <= read_record(folder / "results.json").keys():
+    replaced = read_record(folder / "results.json")
+    if existing and not {"systems", "tables"} <= replaced.keys():
         raise ValueError(
             f"'{folder}' has {', '.join(existing)}, but no results.json of an evaluation. Move this away, or choose "
             "another directory."
         )
+    if existing and (lost := _metrics(replaced) - _metrics(results)):
+        logger.warning(
+            f"The report in '{folder}' is replaced by one without {', '.join(sorted(lost))}. To have all, evaluate them "
+            "together: scores are kept and not computed again."
+        )
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
+
+
+def _metrics(results: Any) -> set[str]:
+    """Return the labels of all metrics in a report."""
+    return {row["label"] for table in results["tables"] for row in table["rows"]}
 
 
 def print_report(results: GenerationResults, console: Console) -> None:

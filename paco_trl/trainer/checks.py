@@ -81,8 +81,10 @@ def read_eval_rows(
     eval_dataset: Dataset | dict[str, Dataset] | None, args: PaCoGRPOConfig, rewards: Rewards
 ) -> list[PromptRows]:
     """Read the evaluation prompts, and check them against the evaluation settings."""
-    datasets = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
-    datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    if isinstance(eval_dataset, dict):
+        datasets = eval_dataset
+    else:
+        datasets = {} if eval_dataset is None else {"evaluation": eval_dataset}
     check_has_evaluation(args, bool(datasets))
     if datasets:
         names, logged = metric_names(rewards.names), tuple(f"{name}/" for name in rewards.names)  # `log_metric`

@@ -53,6 +53,11 @@ def find_adapter_file(adapter: str, **hub_arguments: Any) -> str:
     if len(paths) != 1:
         what = f"{len(paths)} safetensors files" if paths else f"no {' or '.join(names)}"
         where = "" if os.path.exists(adapter) else ", which is no directory here,"
+        parent, component = os.path.split(os.path.normpath(adapter))
+        if os.path.isfile(os.path.join(adapter, "config.json")) and (
+            component == "transformer" or os.path.isfile(os.path.join(parent, "model_index.json"))
+        ):
+            raise ValueError(f"'{adapter}' is a component of the model '{parent or '.'}'. Pass that.")
         raise ValueError(
             f"The adapter '{adapter}'{where} has {what}. Name the file, such as 'style.safetensors', or on the Hub "
             "'user/name/style.safetensors'. Other formats are pickles, which can run code. A checkpoint with all "
