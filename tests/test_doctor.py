@@ -26,6 +26,7 @@ from paco_trl import PaCoGRPOConfig
 from paco_trl.checkpointing.weights import save_adapter
 from paco_trl.commands import doctor, script_arguments
 from paco_trl.commands.main import main
+from paco_trl.commands.memory_plans import image_plan
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.data import format_image_set_prompt
 from paco_trl.planning import MemoryPlan, plan_memory
@@ -600,7 +601,7 @@ class TestMemory:
             {"rewards": ["consistency"], "judge_url": "http://x", "eval_judge_model": str(tiny_qwen)},
         ):
             options = {"model_name_or_path": str(tiny_flux), "lora_r": 4, "judge_model": str(tiny_qwen), **changes}
-            plan = doctor.image_plan(script_arguments.ScriptArguments(**options), tiny_plan.run.args, prompts)
+            plan = image_plan(script_arguments.ScriptArguments(**options), tiny_plan.run.args, prompts)
             found.append(len(plan.run.judges))
         assert found == [1, 1, 0, 0, 1]
 

@@ -4,6 +4,7 @@
 import functools
 import gc
 import inspect
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from transformers import AutoModel, AutoModelForImageTextToText, Trainer, Traini
 import tiny_models
 from paco_trl import PaCoReward, PaCoRewardConfig
 from paco_trl.checkpointing.weights import use_weights
-from paco_trl.commands.doctor import image_plan
+from paco_trl.commands.memory_plans import image_plan, skip_checkpointing
 from paco_trl.commands.sample_generator import SampleGenerator
 from paco_trl.commands.script_arguments import ScriptArguments
 from paco_trl.planning import MemoryPlan, Phase, plan_memory
@@ -357,6 +358,18 @@ def test_offloaded_rewards_visit_after_generation(make_trainer, tiny_flux, tiny_
     # The tiny judge is larger than what generates, so the evaluation's peak is its visit
     assert visits["evaluate"].device["rewards"] == rewards and "activations" not in visits["evaluate"].device
     assert offloaded.peak < plan.peak
+
+
+def test_checkpointing_is_skipped_with_a_margin(make_plan):
+    plan = make_plan()
+    skipped = replace(plan, gradient_checkpointing=False)
+    assert plan.gradient_checkpointing and skipped.peak > plan.peak  # it is needed for something
+    enough = math.ceil(1.25 * skipped.peak / 0.9)
+    assert not skip_checkpointing(plan, [], enough).gradient_checkpointing
+    assert skip_checkpointing(plan, [], enough - 2).gradient_checkpointing
+    assert skip_checkpointing(plan, ["gradient_checkpointing"], enough) is plan
+    assert skip_checkpointing(plan, ["activation_checkpointing"], enough) is plan
+    assert not skip_checkpointing(skipped, ["gradient_checkpointing"], 0).gradient_checkpointing
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 
-from paco_trl.commands import doctor, reward
+from paco_trl.commands import reward
 from paco_trl.commands.doctor_arguments import parser_for
 from paco_trl.commands.main import main
+from paco_trl.commands.memory_plans import image_plan, judge_plan
 from paco_trl.commands.parser import CommandParser
 from paco_trl.commands.script_arguments import (
     ScriptArguments,
@@ -225,9 +226,9 @@ def commands_of(name: str) -> list[tuple[tuple[str, ...], int]]:
 def memory_plan(recipe: str, options: tuple[str, ...]) -> MemoryPlan:
     """Plan a command from the packaged configs of its models, as where the Hub cannot be reached."""
     if "reward" in recipe:
-        return doctor.judge_plan(*parse(recipe, *options))
+        return judge_plan(*parse(recipe, *options))
     is_editing = yaml.safe_load(text_of(recipe)).get("edits", False)
-    return doctor.image_plan(*parse(recipe, *options), rows_of(1024, is_editing))
+    return image_plan(*parse(recipe, *options), rows_of(1024, is_editing))
 
 
 # Recipes that take the memory of another: noise, advantages and directories are none, as are steps without gradients

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -24,10 +25,19 @@ from safetensors.torch import load_file
 from transformers import CLIPTextModel, Qwen2_5_VLForConditionalGeneration, T5EncoderModel
 
 from launching import ROOT, free_port
-from paco_trl import PaCoNFTConfig, PaCoNFTTrainer, PaCoReward, PaCoRewardConfig, PaCoRewardTrainer, load_for_inference
+from paco_trl import (
+    PaCoGRPOTrainer,
+    PaCoNFTConfig,
+    PaCoNFTTrainer,
+    PaCoReward,
+    PaCoRewardConfig,
+    PaCoRewardTrainer,
+    load_for_inference,
+)
 from paco_trl.commands import build_arguments as build
-from paco_trl.commands import doctor
+from paco_trl.commands import doctor, memory_plans
 from paco_trl.commands import evaluate_arguments as evaluate
+from paco_trl.commands.main import main
 from paco_trl.data import demo_prompts_path, load_image_set_prompts
 from paco_trl.hub.card_data import ImageModelCardData, save_card_data
 from paco_trl.image_benchmarks.comparison_app import Comparison
@@ -372,6 +382,31 @@ def test_doctor(tiny_flux, prompts, tmp_path):
     rows = {row.check: row for row in doctor.examine("grpo", words.split(), Console(quiet=True))}
     assert {row.verdict for row in rows.values()} <= {"ok", "warning"}, rows
     assert "Forward and backward took" in rows["ratio"].finding
+
+
+@pytest.mark.parametrize(
+    ("words", "usable", "is_checkpointed"),
+    [("", 0.9, False), ("--gradient_checkpointing True", 0.9, True), ("", 1e-6, True)],
+)
+def test_checkpointing_is_off_where_it_is_not_needed(
+    words, usable, is_checkpointed, tiny_flux, prompts, tmp_path, monkeypatch, capfd
+):
+    found, compute_loss = set(), PaCoGRPOTrainer.compute_loss
+
+    def watch(self, model, *args, **kwargs):
+        found.add(model.get_base_model().is_gradient_checkpointing)
+        return compute_loss(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(PaCoGRPOTrainer, "compute_loss", watch)
+    monkeypatch.setattr(memory_plans, "USABLE_FRACTION", usable)
+    prompts.to_json(tmp_path / "prompts.jsonl")
+    words += f" --model_name_or_path {tiny_flux} --dataset_name {tmp_path}/prompts.jsonl --output_dir {tmp_path}/out"
+    words += " --rewards redness --height 64 --width 64 --num_prompts_per_generation 2 --num_generations 4 --lora_r 4"
+    words += " --per_device_train_batch_size 2 --num_inference_steps 3 --sde_steps 0 --max_steps 1 --report_to none"
+    assert main(["grpo", *words.split()]) == 0
+    assert found == {is_checkpointed}
+    said = re.findall("gradient checkpointing is off.*planned to take [0-9.]+ [KMG]iB of ", capfd.readouterr().err)
+    assert len(said) == (not is_checkpointed)
 
 
 # Settings that cannot run here

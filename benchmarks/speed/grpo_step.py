@@ -45,6 +45,7 @@ from paco_trl.planning.known_models import known_configs
 from paco_trl.plots.curves import CurvesCallback
 from paco_trl.rewards import panel_similarity_reward, redness_reward
 from paco_trl.rollout.encoder import EncodedRows
+from paco_trl.rollout.policy import BatchInputs
 from paco_trl.tiny import build_tiny_flux
 from paco_trl.trainer.callbacks import ContactSheetsCallback
 from paco_trl.trainer.round_schedule import TrainingRound
@@ -136,6 +137,8 @@ def build_pipeline(args: argparse.Namespace) -> FluxPipeline:
         pipeline.tokenizer_2.model_max_length = size.max_tokens
     for name in ("text_encoder", "text_encoder_2", "vae"):  # where a pipeline is that was loaded
         getattr(pipeline, name).to("cpu")
+    if args.size != "tiny":
+        pipeline.register_to_config(_name_or_path=None)  # its weights are not those of the directory
     return pipeline
 
 
@@ -394,7 +397,7 @@ class MeasuredTrainer(PaCoGRPOTrainer):
         if not self.is_published:
             return self._own_inputs(encoded, calls)
         arguments = self._encode_again([self.train_rows.image_prompts[call].prompt for call in calls])
-        return arguments, arguments, []
+        return BatchInputs(arguments, arguments, [])
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.is_published:
@@ -466,7 +469,8 @@ def _proc_status(name: str) -> float:
 
 def dataset_of(plan: list[tuple[str, int, bool]], num_prompts: int) -> Dataset:
     """A prompt for each place of the plan's rounds, in their order and with their size; all of them different."""
-    demo = [json.loads(line)["prompt"] for line in demo_prompts_path().read_text(encoding="utf-8").splitlines()]
+    demo_rows = map(json.loads, demo_prompts_path().read_text(encoding="utf-8").splitlines())
+    demo = [row["prompt"] for row in demo_rows if (row["rows"], row["cols"]) == (ROWS, COLS)]
     rows = []
     for _, resolution, _ in plan:
         for _ in range(num_prompts):

@@ -24,7 +24,7 @@ from datasets import Dataset
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import get_session
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from PIL import Image
 from rich.console import Console, Group
 from rich.markup import escape
@@ -37,7 +37,7 @@ from ..checkpointing.checkpoints import find_checkpoint, list_checkpoints
 from ..checkpointing.weights import trained_parameters
 from ..hub.files import JUDGE_ADAPTER, PIPELINE_ADAPTER, TRANSFORMER
 from ..hub.repositories import HTTPError, check_repo, check_repo_contents
-from ..planning import MemoryPlan, plan_memory
+from ..planning import MemoryPlan
 from ..planning.known_models import resolve_model_configs
 from ..planning.plan import USABLE_FRACTION, format_size
 from ..rewards.errors import RewardError
@@ -64,14 +64,13 @@ from ..utils.pipelines import truncations_counted
 from . import reward
 from .doctor_arguments import PlanArguments, parser_for
 from .env import VERSIONS, get_version, newer_than_tested
+from .memory_plans import image_plan, judge_plan, skip_checkpointing
 from .messages import format_as_flags
 from .parser import CommandParser
 from .sample_generator import SampleGenerator
 from .script_arguments import (
-    ScriptArguments,
     check_reward_columns,
     check_rewards,
-    find_judges,
     fit_panel_options,
     fit_reward_options,
     get_peft_config,
@@ -80,7 +79,6 @@ from .script_arguments import (
     load_eval_rewards,
     load_rewards,
     load_train_prompts,
-    parse_target_modules,
     user_functions,
 )
 from .training import check_start
@@ -408,6 +406,8 @@ def check_memory(state: DoctorState) -> Row:
     total = plan_args.device_bytes(state.args)
     if isinstance(state.args, PaCoGRPOConfig):
         plan = image_plan(state.script_args, state.args, _require(state.train_dataset), state.eval_dataset)
+        if total is not None:
+            plan = skip_checkpointing(plan, state.script_args.chosen, total)
     else:
         plan = judge_plan(state.script_args, state.args)
     host = host_memory() if plan_args.device_memory is None else None  # another card may be in another machine
@@ -420,27 +420,6 @@ def host_memory() -> int:
     total = psutil.virtual_memory().total
     content = limit.read_text().strip() if limit.exists() else "max"
     return total if content == "max" else min(int(content), total)
-
-
-def judge_plan(script_args: reward.JudgeScriptArguments, args: Any) -> MemoryPlan:
-    """Plan the memory of a judge's training."""
-    peft_config = LoraConfig(
-        r=script_args.lora_r, target_modules=parse_target_modules(script_args.lora_target_modules)
-    )
-    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
-    return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
-
-
-def image_plan(
-    script_args: ScriptArguments, args: PaCoGRPOConfig, train_dataset: Dataset, eval_dataset: Dataset | None = None
-) -> MemoryPlan:
-    """Plan the memory of a PaCo-GRPO, DiffusionNFT or AWM run."""
-    rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
-    models = [model for model, url in find_judges(script_args) if url is None]
-    models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
-    peft_config = get_peft_config(script_args, args.model_init_kwargs)
-    arguments = (script_args.model_name_or_path, args, train_dataset, peft_config, models)
-    return plan_memory(*arguments, script_args.judge_quantization, eval_dataset)
 
 
 def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> Row:
@@ -458,6 +437,8 @@ def memory_row(plan: MemoryPlan, total: int | None, host: int | None = None) -> 
         savings = [option for option, saves in plan.run.savings(plan).items() if saves]
         advice = f"What saves memory: {', '.join([*savings, 'smaller images or models', 'a larger device'])}."
     elif total is not None:
+        if plan.run.args.gradient_checkpointing and not plan.gradient_checkpointing:
+            lines.append("This is without gradient checkpointing: the run switches it off, since it fits without.")
         lines.append(f"The largest micro-batch that fits: {plan.largest_batch(limit)}.")
         if plan.gradient_checkpointing and replace(plan, gradient_checkpointing=False).peak <= limit:
             lines.append(

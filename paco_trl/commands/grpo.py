@@ -110,6 +110,7 @@ def _published_files(script_args: ScriptArguments) -> list[str]:
 def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
     from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
+    from .memory_plans import fit_checkpointing
 
     check_start(training_args, _published_files(script_args))
     check_rewards(script_args)
@@ -119,6 +120,7 @@ def train(script_args: ScriptArguments, training_args: Any) -> None:
 
     check_reward_columns(script_args, train_dataset)
     check_models(script_args, training_args)
+    fit_checkpointing(script_args, training_args, train_dataset, eval_dataset)
     peft_config = get_peft_config(script_args, training_args.model_init_kwargs)
     reward_funcs = load_rewards(script_args)
     eval_reward_funcs = load_eval_rewards(script_args, reward_funcs)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory plans of the training commands, and what the commands decide by them."""
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from peft import LoraConfig
+
+from .. import PaCoGRPOConfig, PaCoNFTConfig
+from ..planning import MemoryPlan, plan_memory
+from ..planning.plan import USABLE_FRACTION, format_size
+from ..utils.errors import is_user_error
+from .messages import print_message
+from .reward import JudgeScriptArguments
+from .script_arguments import ScriptArguments, find_judges, get_peft_config, parse_target_modules
+
+
+logger = logging.getLogger(__name__)
+
+# A plan without gradient checkpointing must fit this many times: a micro-batch at full width took 1.24 times its plan
+# (benchmarks/full_size)
+_MARGIN = 1.25
+
+
+def judge_plan(script_args: JudgeScriptArguments, args: Any) -> MemoryPlan:
+    """Plan the memory of a judge's training."""
+    peft_config = LoraConfig(
+        r=script_args.lora_r, target_modules=parse_target_modules(script_args.lora_target_modules)
+    )
+    quantization = "nf4" if script_args.load_in_4bit else "int8" if script_args.load_in_8bit else None
+    return plan_memory(script_args.model_name_or_path, args, None, peft_config, judge_quantization=quantization)
+
+
+def image_plan(
+    script_args: ScriptArguments, args: PaCoGRPOConfig, train_dataset: Dataset, eval_dataset: Dataset | None = None
+) -> MemoryPlan:
+    """Plan the memory of a PaCo-GRPO, DiffusionNFT or AWM run."""
+    rewards = {*script_args.rewards, *(script_args.eval_rewards or ())}
+    models = [model for model, url in find_judges(script_args) if url is None]
+    models += [script_args.clip_model] * len(rewards & {"clip_t", "clip_i"})
+    peft_config = get_peft_config(script_args, args.model_init_kwargs)
+    arguments = (script_args.model_name_or_path, args, train_dataset, peft_config, models)
+    return plan_memory(*arguments, script_args.judge_quantization, eval_dataset)
+
+
+def skip_checkpointing(plan: MemoryPlan, chosen: Collection[str], total: int) -> MemoryPlan:
+    """
+    Return the plan without gradient checkpointing, if it fits a device of `total` bytes with a margin, and if nobody
+    has chosen the option.
+    """
+    skipped = replace(plan, gradient_checkpointing=False)
+    is_chosen = {"gradient_checkpointing", "activation_checkpointing"} & {*chosen}
+    return plan if is_chosen or _MARGIN * skipped.peak > USABLE_FRACTION * total else skipped
+
+
+def fit_checkpointing(
+    script_args: ScriptArguments, args: PaCoGRPOConfig, train_dataset: Dataset, eval_dataset: Dataset | None
+) -> None:
+    """Switch off gradient checkpointing, which recomputes a forward of each trained step, where it is not needed."""
+    device = args.device  # starts the processes
+    has_gpu = device.type == "cuda"
+    # Processes that share the weights must make the same forwards, whatever their devices
+    totals = gather_object([torch.cuda.get_device_properties(device).total_memory if has_gpu else None])
+    if None in totals or not args.gradient_checkpointing:
+        return
+    try:
+        plan = skip_checkpointing(
+            image_plan(script_args, args, train_dataset, eval_dataset), script_args.chosen, min(totals)
+        )
+    except Exception as error:
+        if not is_user_error(error):  # such as a pipeline that cannot be built without weights; others end the run
+            logger.warning(f"Gradient checkpointing stays on, since the memory cannot be planned: {error}")
+        return
+    if not plan.gradient_checkpointing:
+        args.gradient_checkpointing = args.activation_checkpointing = False
+        if os.environ.get("RANK", "0") == "0":
+            print_message(
+                "nft" if isinstance(args, PaCoNFTConfig) else "grpo",
+                f"gradient checkpointing is off, which saves a forward of each trained step: the run is planned to "
+                f"take {format_size(plan.peak)} of {format_size(min(totals))}. `--gradient_checkpointing True` keeps "
+                "it on.",
+            )
