@@ -258,6 +258,13 @@ REWARDS = [
 
 TRAINING = [
     *_mutants(
+        "commands/memory_plans.py",
+        "test_memory_plan.py::test_checkpointing_is_skipped_with_a_margin",
+        ("_MARGIN * skipped.peak", "skipped.peak"),
+        ("> USABLE_FRACTION * total", "> total"),
+        ('{"gradient_checkpointing", "activation_checkpointing"} &', '{"gradient_checkpointing"} &'),
+    ),
+    *_mutants(
         "trainer/first_token_loss.py",
         "test_first_token_loss.py",
         ("(length - 1).clamp(min=1)", "length"),
@@ -869,6 +876,11 @@ EVALUATION = [
 ]
 
 BENCHMARKS = [
+    *_mutants(
+        "image_benchmarks/report.py",
+        "test_generation_report.py::test_a_report_that_loses_metrics_is_said",
+        ("_metrics(replaced) - _metrics(results)", "_metrics(results) - _metrics(replaced)"),
+    ),
     *_mutants(
         "image_benchmarks/paired_results.py",
         "test_t2is_bench.py::TestStatistics test_t2is_bench.py::TestPlantedSets",
