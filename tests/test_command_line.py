@@ -463,6 +463,30 @@ class TestDescribedOptions:
         assert "Traceback" not in done.stderr and len(lines) == len([*WRONG, *of_files])
         assert "PACO_TRL_TRACEBACK" not in done.stderr and done.stderr.count("checkpoint-8 of an earlier run") == 3
 
+    def test_broken_rows_are_said_before_torch_is_imported(self, tmp_path):
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": \n')
+        (tmp_path / "rows.csv").write_text("prompt,rows\na fox,1,2\n")
+        words = [
+            f"{name} --dataset_name {tmp_path}/rows.{end}" for name in ("grpo", "reward") for end in ("jsonl", "csv")
+        ]
+        words.append(f"nft --dataset_name demo --eval_dataset_name {tmp_path}/rows.csv --eval_on_start")
+        code = f"import sys\nfrom paco_trl.commands.main import main\nfor words in {words}: main(words.split())\n"
+        code += "print(*({'torch', 'transformers', 'diffusers', 'trl'} & sys.modules.keys()), 'end')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "end"
+        assert done.stderr.count("rows.jsonl: what begins on line 2 is not valid JSON") == 2
+        assert done.stderr.count("rows.csv', line 2 has 3 fields, not 2") == len(done.stderr.splitlines()) - 2 == 3
+
+    def test_what_merge_and_push_refuse_at_once(self, tmp_path, capsys):
+        (tmp_path / "mine").touch()
+        for words, message in (
+            (f"merge user/adapter --output_dir {tmp_path}", "exists and is not empty"),
+            (f"space user/adapter --output_dir {tmp_path}", "exists and is not empty"),
+            (f"push {tmp_path} --hub_model_id a/b/c", "Repo id must be in the form"),
+        ):
+            assert main.main(words.split()) == 1
+            assert message in capsys.readouterr().err
+
     def test_the_help_is_short(self, capsys):
         for command in ("grpo", "nft", "reward", "doctor grpo"):
             counts = []

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from diffusers import BitsAndBytesConfig, DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ from paco_trl.hub.cards import render_card
 from paco_trl.planning.peaks import weights_bytes
 from paco_trl.rewards import ConsistencyReward, redness_reward
 from paco_trl.trainer.config_checks import check_quantization
-from paco_trl.utils.quantization import describe_quantization
+from paco_trl.utils.quantization import avoid_packed_nf4, describe_quantization
 from test_doctor import HEALTHY, examine, make_arguments, prompt_rows, verdicts  # noqa: F401
 from test_family_training import CASES, make_dataset
 from test_paco_reward_trainer import colours
@@ -374,6 +375,18 @@ class TestJudge:
         name = {"4bit": "nf4", "8bit": "llm_int8"}[kind]
         card = render_card(trainer._model_card()).text
         assert f"| base model in training | quantized: {name} by bitsandbytes |" in card
+
+    def test_narrow_layers_on_any_cpu(self, tiny_qwen, monkeypatch):
+        """bitsandbytes packs weights on CPUs with AVX512, which fails for the layers of tiny models."""
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+        layers = nn.Sequential(Linear4bit(32, 32), Linear4bit(64, 24), Linear4bit(64, 32)).to("cpu").eval()
+        assert all(layer.support_avx512bf16_for_cpu for layer in layers)
+        with pytest.raises(RuntimeError, match="is invalid for input of size"), torch.no_grad():
+            layers[0](torch.zeros(1, 32))
+        layers[0] = Linear4bit(32, 32).to("cpu").eval()
+        avoid_packed_nf4(layers)
+        assert [layer.support_avx512bf16_for_cpu for layer in layers] == [False, False, True]
+        assert None not in PaCoReward.from_pretrained(tiny_qwen, quantization="nf4").score(self.pairs, "Same colour?")
 
     def test_on_the_command_line(self, tiny_qwen):
         arguments = ScriptArguments(

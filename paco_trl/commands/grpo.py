@@ -27,6 +27,7 @@ from .script_arguments import (
     check_options,
     check_reward_columns,
     check_rewards,
+    check_rows,
     fit_panel_options,
     fit_reward_options,
     get_peft_config,
@@ -107,6 +108,11 @@ def _published_files(script_args: ScriptArguments) -> list[str]:
     return PIPELINE_ADAPTER if script_args.use_peft else TRANSFORMER
 
 
+def _check_early(script_args: ScriptArguments, training_args: Any) -> None:
+    check_start(training_args, _published_files(script_args), is_early=True)
+    check_rows(script_args.dataset_name, script_args.eval_dataset_name)
+
+
 def train(script_args: ScriptArguments, training_args: Any) -> None:
     """Train an image model, and save it."""
     from .. import PaCoGRPOTrainer, PaCoNFTConfig, PaCoNFTTrainer
@@ -148,7 +154,7 @@ def main(arguments: list[str], config: str = "PaCoGRPOConfig", prog: str = "paco
         config,
         prog=prog,
         description=text,
-        check_start=lambda script_args, args: check_start(args, _published_files(script_args), is_early=True),
+        check_start=_check_early,
     )
     train(*parser.parse_args_and_config(arguments))
     return 0

@@ -7,9 +7,13 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any
 
-from ..utils.errors import OptionError
+from huggingface_hub.utils import validate_repo_id
+
+from ..utils.errors import OptionError, collect_errors
+from ..utils.files import check_new_folder
 from ..utils.names import repository
 from ..utils.option_checks import DTYPES
 from .messages import print_message
@@ -22,6 +26,11 @@ from .stages import import_function
 # Two images of at most 2,097,152 pixels (`max_pixels` of PaCo-Reward) become at most 2,674 tokens of 28 x 28 pixels
 # each, which leaves 2,844 of 8,192 tokens for the query and the answer.
 _MAX_MODEL_LEN = 8192
+
+
+def _new_folder_errors(folder: str | None) -> Iterator[OptionError]:
+    if folder is not None:
+        yield from collect_errors(check_new_folder, Path(folder).absolute(), options=("output_dir",))
 
 
 @dataclass
@@ -38,6 +47,8 @@ class PushArguments:
         if self.folder is not None and not os.path.isdir(self.folder):
             message = f"'{self.folder}' is not a directory. Pass the output directory of a run, or a checkpoint."
             yield OptionError(message, "folder")
+        if self.hub_model_id is not None:
+            yield from collect_errors(validate_repo_id, self.hub_model_id, options=("hub_model_id",))
 
 
 @dataclass
@@ -57,6 +68,10 @@ class MergeArguments:
         choices=DTYPES,
     )
 
+    def errors(self) -> Iterator[OptionError]:
+        """Find an output directory that has something."""
+        yield from _new_folder_errors(self.output_dir)
+
 
 @dataclass
 class SpaceArguments:
@@ -72,6 +87,10 @@ class SpaceArguments:
         "Judge that scores the sets: Hub id or directory. Defaults to the judge of the training, if it is on the Hub.",
     )
     launch: bool = option(False, "Whether to run the app on this machine, at 127.0.0.1.")
+
+    def errors(self) -> Iterator[OptionError]:
+        """Find an output directory that has something."""
+        yield from _new_folder_errors(self.output_dir)
 
 
 @dataclass

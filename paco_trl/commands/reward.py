@@ -15,7 +15,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
 from .options import find_unused, option
 from .parser import CommandParser
-from .script_arguments import check_names, parse_target_modules
+from .script_arguments import check_names, check_rows, parse_target_modules
 from .training import check_start, train_and_save
 
 
@@ -129,6 +129,11 @@ def check_options(script_args: JudgeScriptArguments, *configs: Any) -> Iterator[
     yield from find_unused(script_args, names, where, "dataset_split", "dataset_name", chosen_only=False)
 
 
+def _check_early(script_args: JudgeScriptArguments, training_args: Any) -> None:
+    check_start(training_args, JUDGE_ADAPTER, is_early=True)
+    check_rows(script_args.dataset_name)
+
+
 def train(script_args: JudgeScriptArguments, training_args: "PaCoRewardConfig") -> None:
     """Train a judge, and save it."""
     import datasets
@@ -187,7 +192,7 @@ def main(arguments: list[str]) -> int:
     parser = build_parser(
         prog="paco-trl reward",
         description=__doc__,
-        check_start=lambda script_args, args: check_start(args, JUDGE_ADAPTER, is_early=True),
+        check_start=_check_early,
     )
     train(*parser.parse_args_and_config(arguments))
     return 0

@@ -147,6 +147,7 @@ def judge_options(args: Any, url: str | None) -> dict[str, Any]:
 
 
 _RUBRIC, WORDS = "rubric:", "words:"
+_SMALL = 1 << 20  # bytes; a larger file is read once, when it is loaded
 _WITH_JUDGE = [name for name, reward in NAMED_REWARDS.items() if reward.model == "judge"]
 
 
@@ -203,10 +204,19 @@ def _check_data(name: str) -> None:
     file = Path(name).expanduser()
     if file.is_dir() and not any(file.iterdir()):
         raise FileNotFoundError(f"The directory '{name}' is empty: it has no data. Check the path.")
-    # A large file is read once, when it is loaded
-    if file.is_file() and data_ending(file) in TEXT_DATA and file.stat().st_size < 1 << 20:
+    if file.is_file() and data_ending(file) in TEXT_DATA and file.stat().st_size < _SMALL:
         if not read_text(file).strip():
             raise ValueError(f"'{name}' is empty: it has no rows. Check the path.")
+
+
+def check_rows(*names: str | None) -> None:
+    """Read small local files of rows before torch is imported, so that a broken line is said at once."""
+    from ..data.text_tables import read_rows  # imports datasets
+
+    for name in filter(None, names):
+        file = Path(name).expanduser()
+        if file.is_file() and data_ending(file) in TEXT_DATA and file.stat().st_size < _SMALL:
+            read_rows(file)
 
 
 _NAMES: dict[str, Callable[..., None]] = {

@@ -42,7 +42,7 @@ from ..utils.model_files import (
     models_near,
 )
 from ..utils.names import check_model_name, public_name
-from ..utils.quantization import quantization_config
+from ..utils.quantization import avoid_packed_nf4, quantization_config
 from ..utils.tensors import to_device
 from ..utils.vision_language import find_control_tokens, load_image, patch_size_of, tower_arguments
 from .judge import (
@@ -188,6 +188,7 @@ class PaCoReward:
             if is_adapter:
                 network = load_judge_adapter(network, model, **hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
+        avoid_packed_nf4(network)
         judge = cls(network, processor, model, batch_size)
         judge.question = read_question(model, **hub_arguments(kwargs))
         return judge

@@ -52,7 +52,7 @@ from ..utils.locks import sole_writer
 from ..utils.logs import get_logger
 from ..utils.option_checks import uses_fsdp
 from ..utils.papers import PAPER
-from ..utils.quantization import describe_quantization
+from ..utils.quantization import avoid_packed_nf4, describe_quantization
 from ..utils.stopping import agree, ignore_stop_in_workers, raise_stop
 from ..utils.vision_language import limit_pixels, pixel_limit, tower_arguments
 from .checks import check_has_evaluation, check_pairs, warn_of_trained_pairs
@@ -354,6 +354,7 @@ class PaCoRewardTrainer(ExactResumeMixin, SFTTrainer):
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, self.model)
         self._identify_weights({"model": weights_fingerprint(self.model, frozen_only=True)})
+        avoid_packed_nf4(self.model)
         if describe_quantization(self.model) is not None and args.deepspeed_plugin is None:
             for parameter in trained_parameters(self.model).values():
                 parameter.data = parameter.data.float()  # SFTTrainer rounds adapters of 4- and 8-bit models to bf16

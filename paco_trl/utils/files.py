@@ -65,6 +65,12 @@ def apply_umask(paths: Iterable[Path]) -> None:
             path.chmod(0o666 & ~mask)
 
 
+def check_new_folder(folder: Path) -> None:
+    """Refuse a path that has something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
+
+
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make an empty directory, and delete it if the block that fills it fails or is interrupted."""
@@ -81,8 +87,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """Provide a directory that becomes `folder`, a new or empty one, at the end, or is deleted after an error."""
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"'{folder}' exists and is not empty. Nothing is overwritten: name a new `--output_dir`.")
+    check_new_folder(folder)
     with scratch_folder(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")) as staged:
         yield staged
         apply_umask(staged.rglob("*"))

@@ -52,6 +52,16 @@ def pipeline_quantization_config(name: str | None, dtype: torch.dtype, component
     return PipelineQuantizationConfig(quant_mapping=mapping)
 
 
+def avoid_packed_nf4(module: nn.Module) -> None:
+    """Let layers in NF4 that are narrow, as in tiny models, compute on any CPU."""
+    # bitsandbytes 0.50 packs weights for CPUs with AVX512, and fails if their sizes are no multiples of its blocks:
+    # https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/functional.py
+    for layer in module.modules():
+        state = getattr(getattr(layer, "weight", None), "quant_state", None)
+        if state is not None and (state.shape[0] % 32 or state.shape[1] % state.blocksize):
+            layer.support_avx512bf16_for_cpu = False
+
+
 def describe_quantization(module: nn.Module) -> str | None:
     """Describe how the weights of a model are quantized; `None` if they are not."""
     if any(parameter.is_meta for parameter in module.parameters()):  # built from its config
