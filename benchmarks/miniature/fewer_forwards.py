@@ -177,11 +177,10 @@ ARMS = {
     DEFAULTS: Arm(6),
     HALF_TAIL: Arm(3),
     "half the images": Arm(3, trained=8),
-    "a quarter of the images": Arm(3, trained=4),
     "6 steps": Arm(2, steps=6),
     "6 steps, half the images": Arm(2, trained=8, steps=6),
-    "half the images twice": Arm(3, trained=8, iterations=2),
     "cached tail": Arm(2, trainer=CachedTail),
+    "6 steps, a tail of one": Arm(1, steps=6),
     "each round twice": Arm(3, iterations=2, recentered=1, trainer=UsedTwice),
 }
 # What is read of each world, and the levels of the first
