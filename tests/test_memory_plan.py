@@ -365,11 +365,12 @@ def test_checkpointing_is_skipped_with_a_margin(make_plan):
     skipped = replace(plan, gradient_checkpointing=False)
     assert plan.gradient_checkpointing and skipped.peak > plan.peak  # it is needed for something
     enough = math.ceil(1.25 * skipped.peak / 0.9)
-    assert not skip_checkpointing(plan, [], enough).gradient_checkpointing
-    assert skip_checkpointing(plan, [], enough - 2).gradient_checkpointing
-    assert skip_checkpointing(plan, ["gradient_checkpointing"], enough) is plan
-    assert skip_checkpointing(plan, ["activation_checkpointing"], enough) is plan
-    assert not skip_checkpointing(skipped, ["gradient_checkpointing"], 0).gradient_checkpointing
+    options = ScriptArguments()
+    assert not skip_checkpointing(plan, options, enough).gradient_checkpointing
+    assert skip_checkpointing(plan, options, enough - 2).gradient_checkpointing
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        options.chosen = {name}
+        assert skip_checkpointing(plan, options, enough) is plan
 
 
 @pytest.mark.slow

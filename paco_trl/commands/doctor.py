@@ -407,7 +407,7 @@ def check_memory(state: DoctorState) -> Row:
     if isinstance(state.args, PaCoGRPOConfig):
         plan = image_plan(state.script_args, state.args, _require(state.train_dataset), state.eval_dataset)
         if total is not None:
-            plan = skip_checkpointing(plan, state.script_args.chosen, total)
+            plan = skip_checkpointing(plan, state.script_args, total)
     else:
         plan = judge_plan(state.script_args, state.args)
     host = host_memory() if plan_args.device_memory is None else None  # another card may be in another machine

@@ -3,7 +3,6 @@
 
 import logging
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 # A plan without gradient checkpointing must fit this many times: a micro-batch at full width took 1.24 times its plan
 # (benchmarks/full_size)
 _MARGIN = 1.25
+_CHECKPOINTING = {"gradient_checkpointing", "activation_checkpointing"}
 
 
 def judge_plan(script_args: JudgeScriptArguments, args: Any) -> MemoryPlan:
@@ -49,13 +49,10 @@ def image_plan(
     return plan_memory(*arguments, script_args.judge_quantization, eval_dataset)
 
 
-def skip_checkpointing(plan: MemoryPlan, chosen: Collection[str], total: int) -> MemoryPlan:
-    """
-    Return the plan without gradient checkpointing, if it fits a device of `total` bytes with a margin, and if nobody
-    has chosen the option.
-    """
+def skip_checkpointing(plan: MemoryPlan, script_args: ScriptArguments, total: int) -> MemoryPlan:
+    """Return the plan without gradient checkpointing, if it fits `total` bytes with a margin and nobody has chosen it."""
     skipped = replace(plan, gradient_checkpointing=False)
-    is_chosen = {"gradient_checkpointing", "activation_checkpointing"} & {*chosen}
+    is_chosen = _CHECKPOINTING & script_args.chosen
     return plan if is_chosen or _MARGIN * skipped.peak > USABLE_FRACTION * total else skipped
 
 
@@ -63,16 +60,16 @@ def fit_checkpointing(
     script_args: ScriptArguments, args: PaCoGRPOConfig, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> None:
     """Switch off gradient checkpointing, which recomputes a forward of each trained step, where it is not needed."""
+    if not args.gradient_checkpointing or _CHECKPOINTING & script_args.chosen:
+        return
     device = args.device  # starts the processes
     has_gpu = device.type == "cuda"
     # Processes that share the weights must make the same forwards, whatever their devices
     totals = gather_object([torch.cuda.get_device_properties(device).total_memory if has_gpu else None])
-    if None in totals or not args.gradient_checkpointing:
+    if None in totals:
         return
     try:
-        plan = skip_checkpointing(
-            image_plan(script_args, args, train_dataset, eval_dataset), script_args.chosen, min(totals)
-        )
+        plan = skip_checkpointing(image_plan(script_args, args, train_dataset, eval_dataset), script_args, min(totals))
     except Exception as error:
         if not is_user_error(error):  # such as a pipeline that cannot be built without weights; others end the run
             logger.warning(f"Gradient checkpointing stays on, since the memory cannot be planned: {error}")
