@@ -245,6 +245,7 @@ class TestOptions:
             *(([f"--output_dir={word}", *DATA], "`--output_dir` is empty") for word in ("", "None", "null")),
             (["--output_dir", "/proc/x/y", *DATA], "'/proc/x/y', but '/proc' cannot be written to: "),
             (["--config", "empty.yaml", *DATA], "`--hub_model_id` is empty"),
+            (["--hub_model_id", "me/x", *DATA], "`--hub_model_id` would do nothing without `--push_to_hub`"),
             (["--output_dir", "a.yaml/run", *DATA], "'a.yaml/run', but 'a.yaml' is a file"),
             (["--seed", "-1", *DATA], "`--seed`"),
             (["--lora_rank", "8", *DATA], "Did you mean `--lora_r`?"),

@@ -19,6 +19,7 @@ from launching import free_port
 from paco_trl import PaCoGRPOConfig, PaCoNFTConfig, PaCoRewardConfig
 from paco_trl.trainer import config_checks
 from paco_trl.trainer.config_utils import REFUSED_GRPO_FIELDS
+from paco_trl.trainer.run_settings import compared_settings
 from paco_trl.trainer.step_statistics import RatioStatistics
 from paco_trl.utils.deepspeed import check_compiled_blocks, complete_config
 from testing_utils import docstring
@@ -265,6 +266,20 @@ class TestValues:
         config = make_config(**settings)
         for name in settings:
             assert getattr(config, name) in (settings[name], 0.3)  # "0.3" becomes a number
+
+    @pytest.mark.parametrize(
+        ("settings", "schedule", "is_endless"),
+        [
+            ({}, "constant", True),
+            ({"warmup_steps": 5}, "constant_with_warmup", True),
+            ({"warmup_steps": 0.1}, "constant_with_warmup", False),  # of all steps
+            ({"warmup_steps": 5, "lr_scheduler_type": "linear"}, "linear", False),
+        ],
+    )
+    def test_warmup_is_not_ignored(self, make_config, settings, schedule, is_endless):
+        args = make_config(max_steps=10, **settings)
+        assert args.lr_scheduler_type == schedule
+        assert (compared_settings(args)["max_steps"] is None) == is_endless  # whether a resumed run may have more
 
     def test_num_generations_eval_none_is_trls(self, make_config):
         """Its type is `int | None`, and in TRL None means `num_generations`."""

@@ -15,7 +15,7 @@ from ..hub.files import JUDGE_ADAPTER
 from ..utils.errors import OptionError
 from .options import find_unused, option
 from .parser import CommandParser
-from .script_arguments import check_names, check_rows, parse_target_modules
+from .script_arguments import check_names, check_rows, find_unused_hub_options, parse_target_modules
 from .training import check_start, train_and_save
 
 
@@ -107,6 +107,7 @@ def load_datasets(
 def check_options(script_args: JudgeScriptArguments, *configs: Any) -> Iterator[OptionError]:
     """Yield errors of contradictory options, and of options for other data."""
     yield from check_names(script_args)
+    yield from find_unused_hub_options(script_args, configs[0])
     if (Path(script_args.model_name_or_path) / "model_index.json").is_file():
         model = script_args.model_name_or_path
         message = f"'{model}' is an image pipeline, no vision-language model, from which a judge is trained. Give "

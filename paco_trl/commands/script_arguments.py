@@ -174,6 +174,7 @@ def check_options(script_args: ScriptArguments, training_args: Any, *configs: An
     split = script_args.dataset_split
     if os.path.isfile(os.path.expanduser(name)) and not split.startswith("train"):
         yield OptionError(f"There is no split {split!r} in '{name}', only train.", "dataset_name", "dataset_split")
+    yield from find_unused_hub_options(script_args, training_args)
     yield from find_unused_edit_options(script_args)
     if "edit" in script_args.rewards and not script_args.edits:
         yield OptionError("The reward `edit` is for `--edits`: instructions with source images.", "rewards", "edits")
@@ -241,6 +242,12 @@ def find_unused_edit_options(args: PromptDataArguments) -> Iterator[OptionError]
     if not args.edits:
         unused = ("image_folder", "max_source_images", "exclude_dataset_name")
         yield from find_unused(args, unused, "without `--edits`", "edits")
+
+
+def find_unused_hub_options(args: Any, config: Any) -> Iterator[OptionError]:
+    """Find options of a repository that were typed for a run that pushes nothing."""
+    if not config.push_to_hub:
+        yield from find_unused(args, ("hub_model_id", "hub_private_repo"), "without `--push_to_hub`", "push_to_hub")
 
 
 def find_unused_reward_options(args: RewardOptions) -> Iterator[OptionError]:

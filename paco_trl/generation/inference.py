@@ -198,7 +198,7 @@ def load_for_inference(
     from paco_trl import load_for_inference
 
     pipe, call = load_for_inference("user/paco-flux")
-    image = pipe("A red fox in the snow.", **call).images[0]
+    image = pipe(prompt="A red fox in the snow.", **call).images[0]
     ```
     """
     if not isinstance(adapter_or_model, str | os.PathLike):

@@ -193,7 +193,7 @@ class PaCoGRPOConfig(GRPOConfig):
         learning_rate (`float`, *optional*, defaults to `3e-4`):
             Initial learning rate of AdamW.
         lr_scheduler_type (`str`, *optional*, defaults to `"constant"`):
-            Learning-rate schedule (our choice).
+            Learning-rate schedule (our choice). With `warmup_steps`, `"constant"` becomes `"constant_with_warmup"`.
         weight_decay (`float`, *optional*, defaults to `1e-4`):
             Weight decay (published code).
         epsilon (`float`, *optional*, defaults to `1e-4`):
@@ -342,6 +342,8 @@ class PaCoGRPOConfig(GRPOConfig):
             self.metric_for_best_model: Any = "reward"
         if (self.metric_for_best_model or "").endswith("grid_artifact") and self.greater_is_better is None:
             self.greater_is_better: bool | None = False
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:  # it would ignore them
+            self.lr_scheduler_type = "constant_with_warmup"
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
         requested = RoundSizes.of(self)

@@ -69,7 +69,8 @@ def compared_settings(args: TrainingArguments) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(args) if not field.name.startswith(_HARMLESS_PREFIXES)]
     kwargs = {name: value for name, value in (args.model_init_kwargs or {}).items() if name not in _HARMLESS_KWARGS}
     settings = {name: describe(getattr(args, name)) for name in names if name not in left_out}
-    if args.lr_scheduler_type == "constant":  # one that ends depends on where
+    is_warm = args.lr_scheduler_type == "constant_with_warmup" and args.warmup_steps >= 1
+    if args.lr_scheduler_type == "constant" or is_warm:  # a schedule that ends depends on where
         settings["max_steps"] = settings["num_train_epochs"] = None
     elif args.max_steps > 0:
         settings["num_train_epochs"] = None
