@@ -59,6 +59,16 @@ def results_in(folder):
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["results.json", "results.md"])
+def test_a_report_of_the_users_is_refused_before_anything_is_scored(arguments, tmp_path, name):
+    output = tmp_path / "results"
+    output.mkdir()
+    (output / name).write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=f"{name}' .*Move it away"):
+        script.evaluate(arguments(output))
+    assert [path.name for path in output.iterdir()] == [name]
+
+
 def test_from_the_command_line(workspace, arguments, tiny_clip, tmp_path, monkeypatch, capsys):
     output = tmp_path / "results"
     monkeypatch.setenv("COLUMNS", "250")

@@ -21,6 +21,7 @@ from ..data import check_pair_columns, check_ranking_columns
 from ..data.pairs import as_pairs
 from ..evaluation import ClipIScorer, ComparingJudge, evaluate_pairs, evaluate_rankings, load_rankings, save_report
 from ..evaluation.judge_benchmarks import is_consistency_rank
+from ..evaluation.judge_report import read_entries
 from ..evaluation.ranking_benchmark import IMAGE_COLUMNS
 from ..evaluation.scoring import RowImages, read_traits
 from ..rewards import WordsJudge
@@ -83,6 +84,7 @@ def evaluate(script_args: JudgeArguments) -> None:
         check_ranking_columns(dataset)
     RowImages(dataset, ("images",) if benchmark == "pairs" else IMAGE_COLUMNS).check_headers()
 
+    read_entries(Path(script_args.output_dir))  # so that it is not refused after hours of scoring
     judge = load_scorer(script_args)
     own_template = read_traits(judge).template
     options = (

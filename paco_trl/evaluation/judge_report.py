@@ -112,20 +112,26 @@ def save_report(results: dict[str, Any], folder: str | Path) -> list[dict[str, A
         `list[dict[str, Any]]`: all results in the directory, for [`report_tables`].
     """
     folder = Path(folder)
-    path = folder / "results.json"
-    tables = folder / "results.md"
-    entries = read_json(path) if path.exists() else []
-    if tables.exists() and not path.exists():
-        raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
-    if not isinstance(entries, list) or not all("settings" in existing for existing in entries):
-        raise ValueError(f"'{path}' exists, but is not a report of judges. Move it away, or choose another directory.")
+    entries = read_entries(folder)
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     entry = without_nan({**results, "versions": versions})
     matches = [index for index, existing in enumerate(entries) if _identity(existing) == _identity(entry)]
     index = matches[0] if matches else len(entries)
     entries[index : index + 1] = [entry]
-    write_atomically(path, json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    write_atomically(tables, _markdown(entries))
+    text = json.dumps(entries, indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(folder / "results.json", text + "\n")
+    write_atomically(folder / "results.md", _markdown(entries))
+    return entries
+
+
+def read_entries(folder: Path) -> list[dict[str, Any]]:
+    """Read the results in a directory; reject files of the same names that are not of the package."""
+    path, tables = folder / "results.json", folder / "results.md"
+    entries = read_json(path) if path.exists() else []
+    if tables.exists() and not path.exists():
+        raise ValueError(f"'{tables}' was not written by paco_trl. Move it away, or choose another directory.")
+    if not isinstance(entries, list) or not all("settings" in existing for existing in entries):
+        raise ValueError(f"'{path}' exists, but is not a report of judges. Move it away, or choose another directory.")
     return entries
 
 
