@@ -5,6 +5,7 @@ Train with fewer forwards of the transformer than half the tail needs, and read 
     python benchmarks/miniature/fewer_forwards.py --seeds 0 1 2  # about two and a half hours on one core; another
     python benchmarks/miniature/fewer_forwards.py --seeds 3 4 5  # process can do other seeds at the same time
     python benchmarks/miniature/fewer_forwards.py                # in seconds: results and plot of finished runs
+    python benchmarks/miniature/fewer_forwards.py --times        # the processor time of a round, ten minutes
 
 Each run is kept in `--work_dir` and not repeated; a killed one resumes. Sets (the judge of the demo) and edits. The
 trainers that leave out images of a group, cache the tail, or use a round twice, are below and not in the package: see
@@ -14,6 +15,8 @@ README.md, (l).
 import argparse
 import json
 import os
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -180,7 +183,6 @@ ARMS = {
     "6 steps": Arm(2, steps=6),
     "6 steps, half the images": Arm(2, trained=8, steps=6),
     "cached tail": Arm(2, trainer=CachedTail),
-    "6 steps, a tail of one": Arm(1, steps=6),
     "each round twice": Arm(3, iterations=2, recentered=1, trainer=UsedTwice),
 }
 # What is read of each world, and the levels of the first
@@ -248,6 +250,19 @@ def do_run(world: str, arm: str, seed: int, work: Path) -> None:
         },
     }
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def time_rounds(world: str, arms: Sequence[str], work: Path, folder: Path) -> dict[str, float]:
+    """Return the processor time of a round of each setting, as a fraction of half the tail's: two rounds less one."""
+
+    def seconds(arm: str, rounds: int) -> float:
+        options = options_of(world, arm, 0) | {"max_steps": 2 * rounds * ARMS[arm].iterations, "save_strategy": "no"}
+        train, start = training_of(world, 0, work), time.process_time()
+        train(folder / f"{arm}-{rounds}", **options)
+        return time.process_time() - start
+
+    times = {arm: seconds(arm, 2) - seconds(arm, 1) for arm in arms}
+    return {arm: round(value / times[HALF_TAIL], 3) for arm, value in times.items()}
 
 
 # ---- What came of them ----
@@ -333,6 +348,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
     parser.add_argument("--work_dir", type=Path, default=Path("miniature-benchmark"))
+    parser.add_argument("--times", action="store_true", help="measure the time of a round of the --arms, too")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -342,6 +358,15 @@ def main() -> None:
             for seed in arguments.seeds:
                 do_run(world, arm, seed, arguments.work_dir)
     results = {world: summarize(world, arguments.work_dir, SEEDS) for world in WORLDS}
+    times_file = arguments.work_dir / "fewer-forwards" / "times.json"
+    times = json.loads(times_file.read_text(encoding="utf-8")) if times_file.exists() else {}
+    for world in arguments.worlds if arguments.times else ():
+        with tempfile.TemporaryDirectory() as folder:
+            times[world] = time_rounds(world, arguments.arms, arguments.work_dir, Path(folder))
+        times_file.write_text(json.dumps(times), encoding="utf-8")
+    for world, times_of_world in times.items():
+        for arm in results[world].keys() & times_of_world.keys():
+            results[world][arm]["time of a round, as a fraction of half the tail's"] = times_of_world[arm]
     record = {
         "setting": {"device": "cpu", "threads": 1, "rounds": USUAL["max_steps"] // 2},
         "torch": torch.__version__,
