@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 
 from paco_trl import PaCoGRPOConfig, PaCoGRPOTrainer, PaCoRewardConfig, PaCoRewardTrainer
@@ -136,6 +137,24 @@ class TestSaving:
         trained.save_model(folder)
         assert (folder / "README.before-3.md").read_bytes() == latin
         assert len([message for message in caplog.messages if "keeps it" in message]) == 3
+
+    def test_a_card_that_shows_a_path_was_not_edited(self, tmp_path, monkeypatch, caplog):
+        """The data have the last part of the base model's path only."""
+        (tmp_path / "models" / "base").mkdir(parents=True)
+        (tmp_path / "models" / "base" / "model_index.json").write_text("{}")
+        monkeypatch.chdir(tmp_path)
+        card = ImageModelCardData("run", "run", str(tmp_path / "models" / "base"))
+        for _ in range(2):
+            save_card(card, "run")
+        assert '"models/base"' in Path("run/README.md").read_text()
+        assert load_card_data("run").base_model == "base"
+        assert not list(Path("run").glob("README.before-*")) and not caplog.messages
+        # A script has no accelerator
+        monkeypatch.setattr(PartialState, "_shared_state", {})
+        Path("run/README.md").write_text("Mine.")
+        save_card(card, "run")
+        assert Path("run/README.before-1.md").read_text() == "Mine."
+        assert [message.partition(" ")[0] for message in caplog.messages] == ["'run/README.md'"]
 
     def test_a_card_with_unreadable_data_is_kept_too(self, trained, tmp_path):
         """After an upgrade, for example: the check before training passes, and saving must not fail hours later."""

@@ -98,6 +98,7 @@ class _CardData:
     hardware: str | None = None
     seconds: float | None = None  # duration of the training
     saved_at: str | None = field(default=None, compare=False)  # time in UTC, as ISO 8601
+    readme_digest: str | None = field(default=None, compare=False)  # SHA-256 of `README.md` as it was saved
     versions: dict[str, str] = field(default_factory=dict)  # libraries and their versions
     paper: dict[str, str] = field(default_factory=lambda: PAPER)  # title, arXiv id and citation
     settings: dict[str, Any] = field(default_factory=dict)  # of the training, mostly named like options of the config

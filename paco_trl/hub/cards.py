@@ -2,6 +2,7 @@
 """Rendering of cards as Markdown with the Hub's metadata."""
 
 import glob
+import hashlib
 import itertools
 import json
 import re
@@ -9,6 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +116,15 @@ def saving_model(
     names = published_patterns or [CARD_DATA_FILE, "README.md", *map(glob.escape, pictures)]
     check_no_foreign_files(folder, names)
     _remove_replaced_files(card, folder, published_patterns)
-    save_card_data(card, folder)  # before the weights: the files beside it count as paco_trl's even after a kill
+    text = str(render_card(card))
+    # Before the weights: the files beside it count as paco_trl's even after a kill
+    save_card_data(replace(card, readme_digest=_digest(text.encode())), folder)
     yield
-    _write_card(card, folder, pictures, published_patterns)
+    _write_card(text, folder, pictures, published_patterns)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _remove_replaced_files(
@@ -139,10 +147,7 @@ def _remove_replaced_files(
 
 
 def _write_card(
-    card: ImageModelCardData | JudgeCardData,
-    folder: str | Path,
-    pictures: Mapping[str, Path | Image],
-    published_patterns: Collection[str],
+    text: str, folder: str | Path, pictures: Mapping[str, Path | Image], published_patterns: Collection[str]
 ) -> None:
     """Write the card as `README.md` with its new `pictures`, and let the umask decide who reads the weights."""
     apply_umask(select_files(folder, published_patterns).values())
@@ -152,7 +157,7 @@ def _write_card(
             write_atomically(folder / name, to_png(picture), durable=False)
         elif picture.resolve() != (folder / name).resolve():
             write_atomically(folder / name, picture.read_bytes(), durable=False)
-    write_atomically(folder / "README.md", str(render_card(card)), durable=False)
+    write_atomically(folder / "README.md", text, durable=False)
 
 
 def _keep_edited(folder: Path) -> None:
@@ -162,7 +167,8 @@ def _keep_edited(folder: Path) -> None:
         return
     try:
         card = load_card_data(folder)
-        if card is None or path.read_bytes() == str(render_card(card)).encode():
+        # Not rendered again: a card shows paths that its data do not have, and a newer template gives another text
+        if card is None or _digest(path.read_bytes()) == card.readme_digest:
             return
     except ValueError:  # of another version, or damaged: whether the card was edited is unknown
         pass
