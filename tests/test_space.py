@@ -174,9 +174,14 @@ class TestWrite:
         (tmp_path / "full" / "mine").touch()
         assert main(["space", str(adapter), "--output_dir", str(tmp_path / "full")]) == 1
         assert main(["space", str(adapter), *target, "--judge_model", "nope"]) == 1
+        assert main(["space", str(adapter), *target, "--judge_model", str(FLUX)]) == 1
+        assert main(["space", str(adapter), *target, "--judge_model", str(adapter)]) == 1
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 4  # one each
-        messages = ("edits images", "has no adapter_config.json", "is not empty", "There is no directory 'nope'")
+        assert len(lines) == 6  # one each
+        messages = (
+            "edits images", "has no adapter_config.json", "is not empty", "There is no directory 'nope'",
+            "is an image pipeline, no vision-language model", "is an adapter of the image pipeline",
+        )  # fmt: skip
         for line, message in zip(lines, messages, strict=True):
             assert message in line
         assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "toy"]  # nothing half written

@@ -41,12 +41,23 @@ _TEMPLATES.filters["literal"] = lambda value: (
 )
 
 
+def _check_judge(model: str) -> None:
+    """Refuse a name that is none, and a directory of something that generates images."""
+    check_model_name(model)
+    if Path(model).is_dir():
+        from ..rewards.paco_reward import describe_image_model, resolve_base_model  # imports torch
+
+        if (what := describe_image_model(model, resolve_base_model(model, {})[0])) is not None:
+            message = f"{model!r} is {what}, no vision-language model, as a judge must be."
+            raise OptionError(message, "judge_model")
+
+
 def write_space(args: SpaceArguments) -> Path:
     """Write `app.py`, `requirements.txt`, `README.md` and a copy of a local adapter, and return the directory."""
     adapter = args.adapter
     is_local_adapter = Path(args.adapter).is_dir()
     if args.judge_model is not None:
-        check_model_name(args.judge_model)
+        _check_judge(args.judge_model)
     folder = Path(args.output_dir or f"{Path(adapter).absolute().name}-space").absolute()
     with new_folder(folder) as staging_dir:
         if is_local_adapter:
