@@ -363,8 +363,18 @@ TRAINING = [
         "hub/cards.py",
         "test_ownership.py::TestSaving::test_what_was_written_into_the_card",
         ("    _keep_edited(folder)\n", ""),
-        (" or path.read_bytes() == str(render_card(card)).encode()", ""),
+        (" or _digest(path.read_bytes()) == card.readme_digest", ""),
         ("copy for copy in copies if not copy.exists()", "copies"),
+    ),
+    *_mutants(
+        "hub/cards.py",
+        "test_ownership.py::TestSaving::test_a_card_that_shows_a_path_was_not_edited",
+        ("_digest(path.read_bytes()) == card.readme_digest", "path.read_bytes() == str(render_card(card)).encode()"),
+    ),
+    *_mutants(
+        "utils/logs.py",
+        "test_ownership.py::TestSaving::test_a_card_that_shows_a_path_was_not_edited",
+        ("super().log if PartialState._shared_state else self.logger.log", "super().log"),
     ),
     *_mutants(
         "hub/cards.py",
