@@ -5,6 +5,7 @@ import glob
 import hashlib
 import itertools
 import json
+import logging
 import re
 import shutil
 import textwrap
@@ -22,7 +23,6 @@ from PIL.Image import Image
 from ..data import demo_prompts_path, theme_question
 from ..utils.files import apply_umask, read_template, write_atomically
 from ..utils.images import to_png
-from ..utils.logs import get_logger
 from ..utils.model_files import CARD_DATA_FILE
 from ..utils.names import is_on_hub, public_name, relative_name, repository
 from ..utils.text import markdown_text
@@ -37,7 +37,7 @@ from .files import (
 )
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # one process writes; a script may have no accelerator
 
 # Marks where evaluations add their results to a card
 RESULTS = "<!-- results -->"

@@ -3,17 +3,11 @@
 
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.logging import MultiProcessAdapter
 from accelerate.logging import get_logger as get_accelerate_logger
 
 
 class _Logger(MultiProcessAdapter):
-    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        # In a script without an accelerator, where accelerate raises an error
-        log = super().log if PartialState._shared_state else self.logger.log
-        log(level, msg, *args, **kwargs)
-
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
         # accelerate puts `[RANK 0]` before each message, which says nothing where only that process logs
         return msg, {"stacklevel": 2, **kwargs}

@@ -372,11 +372,6 @@ TRAINING = [
         ("_digest(path.read_bytes()) == card.readme_digest", "path.read_bytes() == str(render_card(card)).encode()"),
     ),
     *_mutants(
-        "utils/logs.py",
-        "test_ownership.py::TestSaving::test_a_card_that_shows_a_path_was_not_edited",
-        ("super().log if PartialState._shared_state else self.logger.log", "super().log"),
-    ),
-    *_mutants(
         "hub/cards.py",
         "test_ownership.py::TestSaving::test_a_model_of_another_kind_is_replaced",
         ("*(old_files or ()), ", ""),
