@@ -143,6 +143,14 @@ def test_copies_that_cannot_be_put_back_stay(tmp_path, monkeypatch, caplog):
     assert str(checkpoint) in how_to_resume(tmp_path)
 
 
+def test_the_warning_of_a_script_without_an_accelerator(tmp_path, monkeypatch, caplog):
+    whole, broken = make(tmp_path, 9), make(tmp_path, 10)
+    (broken / "weights").unlink()
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    assert find_checkpoint(tmp_path, True) == whole
+    assert str(broken) in caplog.text
+
+
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no list"])
 def test_what_is_incomplete_is_not_found(tmp_path, damage):
     whole, broken = make(tmp_path, 9), make(tmp_path, 10)

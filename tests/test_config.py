@@ -281,6 +281,13 @@ class TestValues:
         assert args.lr_scheduler_type == schedule
         assert (compared_settings(args)["max_steps"] is None) == is_endless  # whether a resumed run may have more
 
+    @pytest.mark.parametrize(("warmup", "schedule"), [(0.1, "constant"), (0, "constant"), (5, "constant_with_warmup")])
+    def test_a_warmup_that_was_not_set_is_no_choice(self, tmp_path, warmup, schedule):
+        """The judge's default warmup belongs to its default schedule."""
+        settings = {"lr_scheduler_type": "constant", "warmup_steps": warmup}
+        args = PaCoRewardConfig(str(tmp_path), use_cpu=True, bf16=False, **settings)
+        assert args.lr_scheduler_type == schedule
+
     def test_num_generations_eval_none_is_trls(self, make_config):
         """Its type is `int | None`, and in TRL None means `num_generations`."""
         assert make_config(num_generations_eval=None).num_generations_eval == 16

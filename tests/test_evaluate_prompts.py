@@ -190,6 +190,14 @@ def test_what_is_refused(words, error, files, tiny_flux, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_report_of_the_users_is_refused_before_an_image_is_generated(files, tiny_flux, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "results.json").write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match="no results.json of an evaluation. Move this away"):
+        evaluate("--dataset_name", files / "single.txt", "--rewards", "redness", model=tiny_flux, folder=tmp_path)
+    assert [path.name for path in (tmp_path / "base").iterdir()] == ["results.json"]
+
+
 @pytest.mark.parametrize("rewards", [(), ("consistency", "clip_t")])
 def test_an_error_about_the_default_rewards_says_that_they_are(rewards, files, tiny_flux, tmp_path):
     words = ("--dataset_name", files / "single.txt")

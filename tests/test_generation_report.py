@@ -355,9 +355,11 @@ def test_results_are_added_to_a_card(results, card):
 @pytest.mark.parametrize("name", ["results.json", "results.md", "report.html"])
 def test_a_report_of_the_users_is_not_replaced(results, tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match=name):
-        save_generation_report(copy.deepcopy(results), tmp_path)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    for content in ("mine", '{"systems": 1, "tables": 2}'):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=name):
+            save_generation_report(copy.deepcopy(results), tmp_path)
+        assert [path.read_text() for path in tmp_path.iterdir()] == [content]
     for _ in range(2):
         save_generation_report(copy.deepcopy(results), tmp_path / "new")
 

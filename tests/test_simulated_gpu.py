@@ -386,10 +386,10 @@ def test_doctor(tiny_flux, prompts, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "usable", "is_checkpointed"),
-    [("", 0.9, False), ("--gradient_checkpointing True", 0.9, True), ("", 1e-6, True)],
+    [("", 0.9, False), ("--gradient_checkpointing True", 0.9, True), ("", 1e-6, True), ("", None, True)],
 )
 def test_checkpointing_is_off_where_it_is_not_needed(
-    words, usable, is_checkpointed, tiny_flux, prompts, tmp_path, monkeypatch, capfd
+    words, usable, is_checkpointed, tiny_flux, prompts, tmp_path, monkeypatch, capfd, caplog
 ):
     found, compute_loss = set(), PaCoGRPOTrainer.compute_loss
 
@@ -398,7 +398,7 @@ def test_checkpointing_is_off_where_it_is_not_needed(
         return compute_loss(self, model, *args, **kwargs)
 
     monkeypatch.setattr(PaCoGRPOTrainer, "compute_loss", watch)
-    monkeypatch.setattr(memory_plans, "USABLE_FRACTION", usable)
+    monkeypatch.setattr(memory_plans, "USABLE_FRACTION", usable)  # with `None` the plan fails
     prompts.to_json(tmp_path / "prompts.jsonl")
     words += f" --model_name_or_path {tiny_flux} --dataset_name {tmp_path}/prompts.jsonl --output_dir {tmp_path}/out"
     words += " --rewards redness --height 64 --width 64 --num_prompts_per_generation 2 --num_generations 4 --lora_r 4"
@@ -407,6 +407,7 @@ def test_checkpointing_is_off_where_it_is_not_needed(
     assert found == {is_checkpointed}
     said = re.findall("gradient checkpointing is off.*planned to take [0-9.]+ [KMG]iB of ", capfd.readouterr().err)
     assert len(said) == (not is_checkpointed)
+    assert ("stays on, since the memory cannot be planned: " in caplog.text) == (usable is None)
 
 
 # Settings that cannot run here

@@ -26,7 +26,7 @@ from ..generation.image_files import digest_of_prompts
 from ..generation.inference import PipelineSpec
 from ..image_benchmarks.gedit import check_gedit_prompts
 from ..image_benchmarks.gedit_protocols import load_edit_protocol
-from ..image_benchmarks.report import check_card
+from ..image_benchmarks.report import check_card, read_metrics
 from ..image_benchmarks.system_images import SystemImages, find_generated_sets, write_panel_files
 from ..rewards import ServedJudge
 from ..rewards.paco_reward import PaCoReward
@@ -256,6 +256,7 @@ def prepare_report(args: arguments.ReportArguments) -> Job:
     """Check the card and the training data; return the job that reports one system, or two and their difference."""
     if args.card is not None:
         check_card(args.card)
+    read_metrics(Path(args.output_dir))  # so that it is not refused after hours of generation
     benchmark = _load_benchmark(args)
     leakage = _find_leakage(args, benchmark)
     name = public_name(str(args.dataset_name))

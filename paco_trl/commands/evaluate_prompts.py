@@ -20,6 +20,7 @@ from ..generation.inference import DEFAULT_MODEL, PipelineSpec, read_adapter, re
 from ..image_benchmarks import print_report, save_generation_report
 from ..image_benchmarks.prompt_results import prompt_results
 from ..image_benchmarks.prompt_systems import PromptSystem, find_leak, generate_images, score_images
+from ..image_benchmarks.report import read_metrics
 from ..rewards.checks import check_columns
 from ..rewards.scoring import move_models_to_cpu
 from ..rewards.weighting import Rewards
@@ -74,6 +75,8 @@ def evaluate_prompts(args: PromptsArguments) -> None:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), mixed_precision="bf16" if settings["bf16"] else "no"
     )
+    for name in args.folders[1:] or args.folders:  # the pages of adapters, or that of the base model alone
+        read_metrics(Path(args.output_dir) / name)  # so that it is not refused after hours of generation
     models = move_models_to_cpu(rewards.functions, accelerator.device)
     with sole_writer(args.output_dir, "images"):
         systems = _generate_systems(args, [base, *adapter_specs], leaks, settings, rows, accelerator)

@@ -2,19 +2,18 @@
 """Memory plans of the training commands, and what the commands decide by them."""
 
 import logging
-import os
 from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from peft import LoraConfig
 
 from .. import PaCoGRPOConfig, PaCoNFTConfig
 from ..planning import MemoryPlan, plan_memory
 from ..planning.plan import USABLE_FRACTION, format_size
-from ..utils.errors import is_user_error
 from .messages import print_message
 from .reward import JudgeScriptArguments
 from .script_arguments import ScriptArguments, find_judges, get_peft_config, parse_target_modules
@@ -64,22 +63,25 @@ def fit_checkpointing(
         return
     device = args.device  # starts the processes
     has_gpu = device.type == "cuda"
-    # Processes that share the weights must make the same forwards, whatever their devices
     totals = gather_object([torch.cuda.get_device_properties(device).total_memory if has_gpu else None])
     if None in totals:
         return
-    try:
-        plan = skip_checkpointing(image_plan(script_args, args, train_dataset, eval_dataset), script_args, min(totals))
-    except Exception as error:
-        if not is_user_error(error):  # such as a pipeline that cannot be built without weights; others end the run
+    # One process decides, since those that share the weights must make the same forwards
+    plan = None
+    if PartialState().is_main_process:
+        try:
+            plan = image_plan(script_args, args, train_dataset, eval_dataset)
+            plan = skip_checkpointing(plan, script_args, min(totals))
+        except Exception as error:  # such as of a pipeline that cannot be built without weights: the run needs no plan
             logger.warning(f"Gradient checkpointing stays on, since the memory cannot be planned: {error}")
+    is_kept = [plan is None or plan.gradient_checkpointing]
+    broadcast_object_list(is_kept)
+    if is_kept[0]:
         return
-    if not plan.gradient_checkpointing:
-        args.gradient_checkpointing = args.activation_checkpointing = False
-        if os.environ.get("RANK", "0") == "0":
-            print_message(
-                "nft" if isinstance(args, PaCoNFTConfig) else "grpo",
-                f"gradient checkpointing is off, which saves a forward of each trained step: the run is planned to "
-                f"take {format_size(plan.peak)} of {format_size(min(totals))}. `--gradient_checkpointing True` keeps "
-                "it on.",
-            )
+    args.gradient_checkpointing = args.activation_checkpointing = False
+    if plan is not None:
+        print_message(
+            "nft" if isinstance(args, PaCoNFTConfig) else "grpo",
+            f"gradient checkpointing is off, which saves a forward of each trained step: the run is planned to take "
+            f"{format_size(plan.peak)} of {format_size(min(totals))}. `--gradient_checkpointing True` keeps it on.",
+        )

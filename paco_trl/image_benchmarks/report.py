@@ -77,14 +77,7 @@ def save_generation_report(results: GenerationResults, output_dir: str | Path, n
         "results.md": str(_render_report(results)),
         "report.html": page,
     }
-    existing = [name for name in texts if (folder / name).exists()]
-    replaced = read_record(folder / "results.json")
-    if existing and not {"systems", "tables"} <= replaced.keys():
-        raise ValueError(
-            f"'{folder}' has {', '.join(existing)}, but no results.json of an evaluation. Move this away, or choose "
-            "another directory."
-        )
-    if existing and (lost := _metrics(replaced) - _metrics(results)):
+    if lost := read_metrics(folder) - _metrics(results):
         logger.warning(
             f"The report in '{folder}' is replaced by one without {', '.join(sorted(lost))}. To have all, evaluate them "
             "together: scores are kept and not computed again."
@@ -92,6 +85,18 @@ def save_generation_report(results: GenerationResults, output_dir: str | Path, n
     for name, text in texts.items():
         write_atomically(folder / name, text)
     return dict(zip(("json", "markdown", "html"), (Path(output_dir) / name for name in texts), strict=True))
+
+
+def read_metrics(folder: Path) -> set[str]:
+    """Return the metrics of a directory's report, if it has one; reject files of its names that are not of the package."""
+    existing = [name for name in ("results.json", "results.md", "report.html") if (folder / name).exists()]
+    try:
+        return _metrics(read_record(folder / "results.json")) if existing else set()
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"'{folder}' has {', '.join(existing)}, but no results.json of an evaluation. Move this away, or choose "
+            "another directory."
+        ) from None
 
 
 def _metrics(results: Any) -> set[str]:

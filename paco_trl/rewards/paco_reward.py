@@ -132,6 +132,7 @@ class PaCoReward:
         self.missing_score_reason: str | None = None  # why the last question without a score has none
         self._hidden_state: Any = None
         self._network.get_output_embeddings().register_forward_pre_hook(self._keep_hidden_state)
+        avoid_packed_nf4(self._network)
 
     @classmethod
     def from_pretrained(
@@ -188,7 +189,6 @@ class PaCoReward:
             if is_adapter:
                 network = load_judge_adapter(network, model, **hub_arguments(kwargs))
         network.to(device if device is not None else PartialState().device)
-        avoid_packed_nf4(network)
         judge = cls(network, processor, model, batch_size)
         judge.question = read_question(model, **hub_arguments(kwargs))
         return judge

@@ -102,6 +102,12 @@ def check_optimizer_class(optimizer_cls_and_kwargs: Any) -> None:
         ) from error
 
 
+def keep_warmup(config: TrainingArguments) -> None:
+    """Let a constant schedule warm up where you set `warmup_steps`, which it would ignore."""
+    if config.lr_scheduler_type == "constant" and config.warmup_steps not in (0, type(config).warmup_steps):
+        config.lr_scheduler_type = "constant_with_warmup"
+
+
 def check_optimizer(args: TrainingArguments) -> None:
     """Refuse an optimizer or a schedule that Trainer would refuse when the models are loaded."""
     settings = f"`optim` is '{getattr(args.optim, 'value', args.optim)}' and `optim_args` {args.optim_args!r}"

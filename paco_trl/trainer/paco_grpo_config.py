@@ -37,6 +37,7 @@ from .config_utils import (
     defaults_of,
     flag_errors,
     help_from_docstring,
+    keep_warmup,
     name_checkpointing,
     whole_number_fields,
 )
@@ -342,8 +343,7 @@ class PaCoGRPOConfig(GRPOConfig):
             self.metric_for_best_model: Any = "reward"
         if (self.metric_for_best_model or "").endswith("grid_artifact") and self.greater_is_better is None:
             self.greater_is_better: bool | None = False
-        if self.lr_scheduler_type == "constant" and self.warmup_steps:  # it would ignore them
-            self.lr_scheduler_type = "constant_with_warmup"
+        keep_warmup(self)
         if self.num_generations_eval is None:  # TRL's default: as many as in training
             self.num_generations_eval = self.num_generations
         requested = RoundSizes.of(self)

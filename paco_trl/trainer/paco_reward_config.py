@@ -18,6 +18,7 @@ from .config_utils import (
     defaults_of,
     flag_errors,
     help_from_docstring,
+    keep_warmup,
     name_checkpointing,
     whole_number_fields,
 )
@@ -63,7 +64,8 @@ class PaCoRewardConfig(SFTConfig):
         lr_scheduler_type (`str`, *optional*, defaults to `"cosine"`):
             Learning-rate schedule.
         warmup_steps (`float`, *optional*, defaults to `0.1`):
-            Warmup steps, or their fraction of all steps if below 1.
+            Warmup steps, or their fraction of all steps if below 1. If you set them, `lr_scheduler_type="constant"`
+            becomes `"constant_with_warmup"`.
         num_train_epochs (`float`, *optional*, defaults to `2.0`):
             Number of epochs.
         per_device_train_batch_size (`int`, *optional*, defaults to `8`):
@@ -125,6 +127,7 @@ class PaCoRewardConfig(SFTConfig):
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("ece"):
             self.greater_is_better: bool | None = False
         name_checkpointing(self)
+        keep_warmup(self)
         super().__post_init__()
         activate_on_cpu(self)
         complete_config(self)

@@ -884,7 +884,7 @@ BENCHMARKS = [
     *_mutants(
         "image_benchmarks/report.py",
         "test_generation_report.py::test_a_report_that_loses_metrics_is_said",
-        ("_metrics(replaced) - _metrics(results)", "_metrics(results) - _metrics(replaced)"),
+        ("read_metrics(folder) - _metrics(results)", "_metrics(results) - read_metrics(folder)"),
     ),
     *_mutants(
         "image_benchmarks/paired_results.py",
